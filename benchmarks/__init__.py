@@ -1,0 +1,1 @@
+"""Stepwell beside its peers: `python -m benchmarks`. How to read it, and what is fair about it: README.md."""

@@ -1,0 +1,173 @@
+"""The rounds: who works when, on what, and how the disk and the memory are left for the next."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from . import measure
+from .contestants import ENTRIES, FIRST, Entry
+from .states import SharedTensors, Tensors, large_shapes, small_shapes
+from .stats import Sample
+from .worker import Child, ContestantFailed
+
+FIO = "fio"
+_TRAIN_PAIRS = 2
+_SHOWN = ("blocked_seconds", "durable_seconds", "cpu_seconds_per_gb", "lost_seconds", "restore_seconds")
+_log = Console(stderr=True, highlight=False)
+
+
+@dataclass
+class Bench:
+    """What was asked for, and what has been measured so far. `folder` is made and removed by the bench."""
+
+    folder: Path
+    rounds: dict[str, int]
+    only: tuple[str, ...]
+    scale: float
+    after_round: Callable[[Bench], None]
+    samples: list[Sample] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def add(self, state: str, number: int, contestant: str, kind: str, answer: dict[str, Any]) -> None:
+        figures = {name: float(value) for name, value in answer.items() if not isinstance(value, str)}
+        notes = {name: value for name, value in answer.items() if isinstance(value, str) and value}
+        self.samples.append(Sample(state, number, contestant, kind, figures, notes))
+        shown = "  ".join(f"{name.removesuffix('_seconds')} {figures[name]:.3g}" for name in _SHOWN if name in figures)
+        _log.print(f"({state}) round {number + 1}/{self.rounds[state]}  {contestant:18s} {kind:15s} {shown}")
+
+    def fail(self, state: str, contestant: str, error: Exception) -> None:
+        """A contestant that fails is left out from then on, and said to have failed; the others go on."""
+        self.failures[f"{state}/{contestant}"] = str(error)
+        _log.print(f"({state}) {contestant} FAILED and is left out:\n{error}", style="red")
+
+    def wants(self, state: str, contestant: str) -> bool:
+        return (not self.only or contestant in self.only) and f"{state}/{contestant}" not in self.failures
+
+
+def run(bench: Bench) -> None:
+    """Measure every state that has rounds; samples and failures are left in `bench`."""
+    if bench.scale == 1:
+        measure.touch_memory()
+    measures = {"a": _plain_tensors, "b": _plain_tensors, "c": _training}
+    try:
+        for state in bench.rounds:
+            measures[state](bench, state)
+    finally:
+        shutil.rmtree(bench.folder, ignore_errors=True)
+
+
+def _order(names: Iterable[str], number: int) -> list[str]:
+    """Another one begins in each round, and in every second round the order is reversed."""
+    names = list(names)
+    first = 2 * number % max(1, len(names))
+    rotated = names[first:] + names[:first]
+    return rotated[::-1] if number % 2 else rotated
+
+
+def _entries(bench: Bench, state: str, number: int) -> dict[str, Entry]:
+    return {
+        entry.name: entry
+        for entry in ENTRIES
+        if state in entry.states and bench.wants(state, entry.name) and number < entry.rounds_max
+    }
+
+
+def _plain_tensors(bench: Bench, state: str) -> None:
+    shared = SharedTensors((large_shapes if state == "a" else small_shapes)(bench.scale))
+    tiny = SharedTensors({"t": (1024,)})
+    for number in range(bench.rounds[state]):
+        entries = _entries(bench, state, number)
+        ceiling = [FIO] if state == "a" and bench.wants(state, FIO) else []
+        for name in _order([*entries, *ceiling], number):
+            measure.empty(bench.folder)
+            try:
+                if name == FIO:
+                    _fio_turn(bench, state, number, shared.spec.byte_count)
+                else:
+                    _turn(bench, state, number, entries[name], shared, tiny)
+            except (ContestantFailed, OSError) as error:
+                bench.fail(state, name, error)
+                Tensors(shared.spec).fill()
+        bench.after_round(bench)
+    shared.close()
+    tiny.close()
+
+
+def _fio_turn(bench: Bench, state: str, number: int, byte_count: int) -> None:
+    file = bench.folder / "ceiling"
+    figures = {
+        f"{direction}_bytes_per_second": measure.fio_bytes_per_second(file, direction, byte_count)
+        for direction in ("write", "read")
+    }
+    bench.add(state, number, FIO, FIO, figures)
+
+
+def _turn(bench: Bench, state: str, number: int, entry: Entry, shared: SharedTensors, tiny: SharedTensors) -> None:
+    """A fresh process: its saves, then its restores."""
+    child = Child(entry.name, shared.spec, bench.folder)
+    try:
+        if FIRST not in entry.saves:
+            child.call("warm_up", tiny.spec)
+        with child.watch_memory() as memory:
+            opened = child.call("open")
+            for step, kind in enumerate(entry.saves):
+                _clear_disk(bench.folder, entry)
+                answer = child.call("save", step)
+                bench.add(state, number, entry.name, kind, answer | opened | _files(bench.folder) | memory.figures())
+        for kind in entry.restores:
+            notes = {}
+            if kind == "memory":
+                child = child.restarted()
+            opened = child.call("open")
+            if kind == "cold":
+                notes["dropped"] = measure.drop_caches(bench.folder)
+            elif kind == "cached":
+                measure.fill_caches(bench.folder)
+            bench.add(state, number, entry.name, f"restore-{kind}", child.call("restore") | opened | notes)
+    finally:
+        child.end()
+
+
+def _clear_disk(folder: Path, entry: Entry) -> None:
+    """Take away the save before, but not Stepwell's, which replaces it by itself; wait until the disk is quiet."""
+    if not entry.stepwell:
+        measure.empty(folder)
+    os.sync()
+
+
+def _files(folder: Path) -> dict[str, float]:
+    sizes = [path.stat().st_size for path in measure.files_below(folder)]
+    return {"file_count": len(sizes), "written_bytes": sum(sizes)}
+
+
+def _training(bench: Bench, state: str) -> None:
+    """All children stay over the rounds; the first save of each is not measured here."""
+    children: dict[str, Child] = {}
+    try:
+        for number in range(bench.rounds[state]):
+            entries = _entries(bench, state, number)
+            for name in _order(entries, number):
+                folder = bench.folder / name
+                try:
+                    if name not in children:
+                        measure.empty(folder)
+                        children[name] = Child(name, bench.scale, folder)
+                        children[name].call("open")
+                        children[name].call("train", 0)
+                    for pair in range(_TRAIN_PAIRS):
+                        _clear_disk(folder, entries[name])
+                        answer = children[name].call("train", 1 + number * _TRAIN_PAIRS + pair)
+                        bench.add(state, number, name, "train", answer | _files(folder))
+                except ContestantFailed as error:
+                    bench.fail(state, name, error)
+            bench.after_round(bench)
+    finally:
+        for child in children.values():
+            child.end()

@@ -1,0 +1,32 @@
+"""`python -m stepwell.agent --run DIR`: how a trainer starts the agent. Users start it with `stepwell agent`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+
+from stepwell.agent.place import place_of
+from stepwell.agent.server import run_agent
+from stepwell.errors import RunBusyError, StepwellError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="stepwell agent")
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--service", action="store_true")
+    parser.add_argument("--ready-fd", type=int)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        run_agent(arguments.run, place_of(arguments.run), service=arguments.service, ready_fd=arguments.ready_fd)
+    except RunBusyError as error:
+        logging.info("%s", error)  # another agent won the race: the trainer meets that one
+    except (StepwellError, OSError) as error:
+        logging.error("%s", error)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

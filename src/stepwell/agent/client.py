@@ -1,0 +1,238 @@
+"""The trainer's side of the agent: start it, talk to it, notice its death and begin again with the same slots."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+
+from stepwell import errors
+from stepwell.agent import protocol as p
+from stepwell.agent.place import Place, peer_user, place_of
+from stepwell.errors import AgentError, RunBusyError, StepwellError
+from stepwell.testing.ops import failpoint
+
+log = logging.getLogger("stepwell")
+
+START_SECONDS_MAX = 30.0
+ANSWER_SECONDS_MAX = 120.0
+BUSY_SECONDS_MAX = 15.0
+# The agent must be this very package, wherever the trainer found it; at the end of the path it can shadow nothing.
+_START = "import sys; sys.path.append(sys.argv.pop(1)); import runpy; runpy.run_module('stepwell.agent', None, '__main__')"
+_SOURCE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def as_error(refused: p.Refused) -> StepwellError:
+    """The error that the agent refused with, as its own class again."""
+    kind = getattr(errors, refused.kind, errors.StepwellError)
+    if not (isinstance(kind, type) and issubclass(kind, StepwellError)):
+        kind = StepwellError
+    return kind(
+        refused.what, where=refused.where, expected=refused.expected, found=refused.found, todo=refused.todo
+    )
+
+
+class Client:
+    """One connection to the agent of a run. Thread-safe.
+
+    `on_message` is called from the reading thread for every message that answers no question; `on_lost` once when the
+    connection ends without `close`. Questions have bounded waits.
+    """
+
+    def __init__(
+        self, root: str, on_message: Callable[[p.AnyMessage], None], on_lost: Callable[[Client], None]
+    ) -> None:
+        self.root, self.on_message, self.on_lost = root, on_message, on_lost
+        self.place: Place = place_of(root)
+        self.welcome: p.Welcome | None = None
+        self._socket: socket.socket | None = None
+        self._reader: threading.Thread | None = None
+        self._send_lock = threading.Lock()
+        self._questions: dict[int, Future[tuple[p.AnyMessage, list[int]]]] = {}
+        self._next = 0
+        self._closing = False
+        self.lost = False  # True once the connection has ended
+
+    def connect(self, hello: p.Hello) -> p.Welcome:
+        """Meet the agent, starting one when there is none, and introduce this trainer.
+
+        Raises `AgentError` when none can be started, `RunBusyError` when another trainer stays connected.
+        """
+        deadline = time.monotonic() + START_SECONDS_MAX
+        busy_until = time.monotonic() + BUSY_SECONDS_MAX
+        while True:
+            try:
+                self._open(deadline)
+                answer, _ = self.ask(hello)
+                assert isinstance(answer, p.Welcome)
+                self.welcome = answer
+                return answer
+            except RunBusyError:
+                self._hang_up()
+                if time.monotonic() >= busy_until:
+                    raise
+            except (AgentError, OSError) as error:
+                self._hang_up()
+                if time.monotonic() >= deadline:
+                    raise AgentError(
+                        "the agent could not be started",
+                        where=self.place.socket,
+                        found=str(error),
+                        todo=f"read its log, {self.place.log}",
+                    ) from error
+            time.sleep(0.1)  # an ending agent needs a moment to leave; bounded by the deadlines above
+
+    def _open(self, deadline: float) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            try:
+                connection.connect(self.place.socket)
+            except (FileNotFoundError, ConnectionRefusedError):
+                self._spawn(deadline)
+                connection.connect(self.place.socket)
+            _, uid = peer_user(connection)
+            if uid != os.getuid():
+                raise AgentError("the agent belongs to another user", where=self.place.socket, found=f"uid {uid}")
+        except BaseException:
+            connection.close()
+            raise
+        self._socket = connection
+        self._reader = threading.Thread(target=self._read, args=(connection,), name="stepwell-agent", daemon=True)
+        self._reader.start()
+
+    def _spawn(self, deadline: float) -> None:
+        ready, ready_write = os.pipe()
+        try:
+            with open(self.place.log, "ab") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _START, _SOURCE, "--run", self.root, "--ready-fd", str(ready_write)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=output,  # never ours: an inherited pipe would keep the launcher waiting for ever
+                    close_fds=True,
+                    pass_fds=[ready_write],
+                    start_new_session=True,
+                    cwd="/",
+                    env=_environment(),
+                )
+        finally:
+            os.close(ready_write)
+        try:
+            select.select([ready], [], [], max(0.1, deadline - time.monotonic()))
+            if os.read(ready, 1) != b"1" and process.wait(timeout=5) != 0:
+                raise AgentError(
+                    "the agent ended at its start", where=self.place.log, found=_last_line(self.place.log)
+                )
+        except subprocess.TimeoutExpired:
+            raise AgentError("the agent does not answer", where=self.place.log) from None
+        finally:
+            os.close(ready)
+        threading.Thread(target=process.wait, name="stepwell-reap", daemon=True).start()  # leaves no zombie
+
+    def ask(
+        self, message: p.AnyMessage, fds: tuple[int, ...] = (), timeout: float = ANSWER_SECONDS_MAX
+    ) -> tuple[p.AnyMessage, list[int]]:
+        """Send a question and wait for its answer. Raises the error that the agent refused with, or `AgentError`."""
+        import msgspec
+
+        future: Future[tuple[p.AnyMessage, list[int]]] = Future()
+        with self._send_lock:
+            self._next += 1
+            number = self._next
+            self._questions[number] = future
+        try:
+            self.tell(msgspec.structs.replace(message, request=number), fds)
+            answer, received = future.result(timeout)
+        except FutureTimeout:
+            raise AgentError("the agent does not answer", where=self.place.socket, found=f"{timeout} s") from None
+        finally:
+            self._questions.pop(number, None)
+        if isinstance(answer, p.Refused):
+            raise as_error(answer)
+        return answer, received
+
+    def tell(self, message: p.AnyMessage, fds: tuple[int, ...] = ()) -> None:
+        """Send a message. Raises `AgentError` when the agent is gone."""
+        failpoint(f"trainer-sends-{type(message).__name__}")
+        try:
+            with self._send_lock:
+                if self._socket is None:
+                    raise AgentError("not connected to an agent", where=self.place.socket)
+                p.send(self._socket, message, fds)
+        except OSError as error:
+            if isinstance(error, StepwellError):
+                raise
+            raise AgentError("the agent is gone", where=self.place.socket, found=str(error)) from None
+
+    def _read(self, connection: socket.socket) -> None:
+        while True:
+            try:
+                received = p.receive(connection)
+            except (OSError, AgentError) as error:
+                log.debug("connection to the agent ended: %s", error)
+                received = None
+            if received is None:
+                break
+            message, fds = received
+            failpoint(f"trainer-received-{type(message).__name__}")
+            question = self._questions.pop(getattr(message, "request", 0), None)
+            if question is not None:
+                question.set_result((message, fds))
+            else:
+                for fd in fds:
+                    os.close(fd)
+                self.on_message(message)
+        if connection is not self._socket:
+            return  # this connection was given up by `connect`
+        self.lost = True
+        for question in list(self._questions.values()):
+            if not question.done():
+                question.set_exception(AgentError("the agent is gone", where=self.place.socket))
+        if not self._closing and self.welcome is not None:
+            self.on_lost(self)
+
+    def close(self) -> None:
+        """Say goodbye: the agent finishes what it accepted and ends."""
+        self._closing = True
+        with contextlib.suppress(AgentError):
+            self.tell(p.Bye())
+        self._hang_up()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's connection without a word."""
+        self._closing = True
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            connection.close()
+
+    def _hang_up(self) -> None:
+        with self._send_lock:
+            connection, self._socket = self._socket, None
+            self.welcome = None
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+
+def _environment() -> dict[str, str]:
+    """The trainer's environment, with one thread for numerical libraries."""
+    return {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+def _last_line(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            lines = file.read()[-2000:].strip().splitlines()
+    except OSError:
+        return "no log"
+    return lines[-1] if lines else "an empty log"

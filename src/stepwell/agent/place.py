@@ -1,0 +1,70 @@
+"""Where an agent of a run is met: its lock, its socket and its log, in a folder that only this user can enter."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from dataclasses import dataclass
+
+from stepwell.errors import AgentError
+from stepwell.store.checksum import hex_digest
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Absolute paths; socket paths are limited to 107 bytes by the kernel."""
+
+    lock: str
+    socket: str
+    log: str
+
+
+def runtime_folder() -> str:
+    """The user's runtime folder for Stepwell, made with mode 0700 when missing.
+
+    Raises `AgentError` when the folder belongs to somebody else or others may enter it.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base and os.path.isdir(base) and os.access(base, os.W_OK) and len(base) < 60:
+        folder = os.path.join(base, "stepwell")
+    else:
+        folder = f"/tmp/stepwell-{os.getuid()}"
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        pass
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise AgentError(
+            "the runtime folder is not safe to use",
+            where=folder,
+            expected=f"a folder of user {os.getuid()} with mode 0700",
+            found=f"owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}",
+            todo="remove it, or set XDG_RUNTIME_DIR to a folder of your own",
+        )
+    return folder
+
+
+def place_of(root: str) -> Place:
+    """The place of the agent for this run on this node; the same for every spelling of the path."""
+    name = hex_digest(os.path.realpath(root).encode("utf-8", "surrogateescape"))[:20]
+    folder = runtime_folder()
+    return Place(*(os.path.join(folder, f"{name}.{kind}") for kind in ("lock", "sock", "log")))
+
+
+def peer_user(connection: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end, from the kernel."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", data)
+    return pid, uid
+
+
+def cgroup_of(pid: int | str) -> str:
+    """The cgroups of a process as the kernel prints them; empty when it cannot be read."""
+    try:
+        with open(f"/proc/{pid}/cgroup", encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return ""

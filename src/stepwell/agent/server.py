@@ -1,0 +1,686 @@
+"""The agent: one process per node and run. It owns the slots, persists them, commits, and prunes.
+
+One thread runs the event loop and answers messages; one thread, the persister, carries out orders one after another
+with a few I/O workers. The loop never touches the disk, so an answer never waits for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import queue
+import selectors
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from stepwell import errors
+from stepwell.agent import protocol as p
+from stepwell.agent.memory import make_slot
+from stepwell.agent.persist import WRITER, Order, Stages, persist, utc_now
+from stepwell.agent.place import Place, cgroup_of, peer_user
+from stepwell.agent.prune import Pruner
+from stepwell.errors import AgentError, DamagedError, LineageError, RunBusyError, StepwellError
+from stepwell.flow.retain import plan_retention
+from stepwell.policies import Keep
+from stepwell.restore import catalogue as catalogues
+from stepwell.store import layout as layouts
+from stepwell.store import names
+from stepwell.store.checksum import hex_digest
+from stepwell.store.layout import Layout
+from stepwell.store.manifest import AttemptDocument, RunDocument, encode
+from stepwell.testing.ops import failpoint, ops_from_environment
+from stepwell.tiers.base import FileOps, OsFileOps
+from stepwell.tiers.posix import PosixTier, is_permanent
+from stepwell.tiers.probe import probe
+
+log = logging.getLogger("stepwell.agent")
+
+IO_WORKERS = 3
+RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0)
+LINGER_SECONDS = 300.0
+SWEEP_SECONDS = 2.0
+
+
+@dataclass
+class Slot:
+    """A staging buffer. `holds` is the committed key in it, None while its content is being replaced."""
+
+    index: int
+    fd: int
+    bytes: int
+    view: memoryview = field(repr=False)
+    holds: str | None = None
+    layout: str = ""
+
+
+@dataclass
+class Connection:
+    """One trainer or observer. `hello` is set once it has introduced itself."""
+
+    socket: socket.socket
+    pid: int
+    hello: p.Hello | None = None
+    said_bye: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """One accepted save on its way to the disk."""
+
+    order: Order
+    slot: Slot
+    layout: Layout
+    keep: Keep
+    resumed_from: str | None
+    telemetry: dict[str, float | int | str | bool | None]
+    accepted_seconds: float
+    queue_depth: int
+
+
+class Server:
+    """The state of one agent. Everything is owned by the loop thread, except what `Persister` is handed."""
+
+    def __init__(self, root: str, place: Place, ops: FileOps | None = None, *, service: bool = False) -> None:
+        self.root, self.place, self.service = os.path.abspath(root), place, service
+        self.ops = ops or ops_from_environment(OsFileOps())
+        self.slots: dict[int, Slot] = {}
+        self.layouts: dict[str, Layout] = {}
+        self.connections: dict[int, Connection] = {}
+        self.attempt: AttemptDocument | None = None
+        self.stopping = False
+        self.idle_since = time.monotonic()
+        self.linger_seconds = 10.0  # until the first trainer has come
+        self.selector = selectors.DefaultSelector()
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.outbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.lock_fd = -1
+        self.next_slot = 0
+
+    # ---- life
+
+    def open(self) -> None:
+        """Take the lock, make the run folder if it is new, probe the file system, listen.
+
+        Raises `RunBusyError` when another agent holds the lock.
+        """
+        self.lock_fd = os.open(self.place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunBusyError("an agent for this run is running already", where=self.place.lock) from None
+        os.makedirs(self.root, exist_ok=True)
+        self.abilities = probe(self.root, self.ops)
+        self.tier = PosixTier(self.root, self.ops, self.abilities)
+        for folder in (names.ATTEMPTS, names.LAYOUTS, names.STEPS, names.TELEMETRY):
+            self.tier.make_folders(self.tier.path(folder))
+        self.run = self._open_run()
+        self.pruner = Pruner(self.tier)
+        self.pruner.remove_leftovers()
+        self.persister = Persister(self)
+        if os.path.lexists(self.place.socket):
+            os.unlink(self.place.socket)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(self.place.socket)
+        os.chmod(self.place.socket, 0o600)
+        self.listener.listen(16)
+        self.listener.setblocking(False)
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.selector.register(self.wake_fd, selectors.EVENT_READ)
+
+    def _open_run(self) -> str:
+        path = self.tier.path(names.RUN_FILE)
+        if not os.path.exists(path):
+            document = RunDocument(run=uuid.uuid4().hex, created=utc_now(), writer=WRITER)
+            try:
+                self.tier.publish(path, encode(document))
+            except FileExistsError:
+                pass  # another node was first; its document is the run
+        return catalogues.read_document(path, RunDocument).run
+
+    def serve(self) -> None:
+        """Answer until there is nothing left to do; accepted work is always finished first."""
+        self.persister.start()
+        while not self._finished():
+            for event, _ in self.selector.select(timeout=0.5):
+                if event.fileobj is self.listener:
+                    self._accept()
+                elif event.fileobj == self.wake_fd:
+                    os.eventfd_read(self.wake_fd)
+                else:
+                    self._read(self.connections[event.fd])
+            while True:
+                try:
+                    act = self.outbox.get_nowait()
+                except queue.Empty:
+                    break
+                act()
+        self.close()
+
+    def _finished(self) -> bool:
+        if self.persister.unfinished:
+            self.idle_since = time.monotonic()
+            return False
+        if self.stopping:
+            return True
+        if self.connections or self.service:
+            self.idle_since = time.monotonic()
+            return False
+        return time.monotonic() - self.idle_since >= self.linger_seconds
+
+    def close(self) -> None:
+        """Stop the persister, remove the socket, let go of slots and lock."""
+        self.persister.stop()
+        if os.path.lexists(self.place.socket):
+            os.unlink(self.place.socket)
+        self.listener.close()
+        for connection in list(self.connections.values()):
+            connection.socket.close()
+        for slot in self.slots.values():
+            os.close(slot.fd)
+        self.selector.close()
+        os.close(self.wake_fd)
+        os.close(self.lock_fd)
+
+    def stop(self) -> None:
+        """Finish accepted work, then end (SIGTERM)."""
+        self.stopping = True
+        os.eventfd_write(self.wake_fd, 1)
+
+    def post(self, act: Callable[[], None]) -> None:
+        """Have the loop thread do something; called by the persister."""
+        self.outbox.put(act)
+        os.eventfd_write(self.wake_fd, 1)
+
+    # ---- connections
+
+    def _accept(self) -> None:
+        connection, _ = self.listener.accept()
+        pid, uid = peer_user(connection)
+        if uid != os.getuid():
+            log.warning("refused a connection of user %d (pid %d)", uid, pid)
+            connection.close()
+            return
+        self.connections[connection.fileno()] = Connection(connection, pid)
+        self.selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, peer: Connection) -> None:
+        try:
+            received = p.receive(peer.socket)
+        except (OSError, AgentError) as error:
+            log.warning("lost the connection of pid %d: %s", peer.pid, error)
+            received = None
+        if received is None:
+            self._disconnect(peer)
+            return
+        message, fds = received
+        failpoint(f"agent-received-{type(message).__name__}")
+        try:
+            self._handle(peer, message, fds)
+        except (StepwellError, OSError) as error:
+            self._refuse(peer, message, error)
+        finally:
+            for fd in fds:
+                _close_quietly(fd)
+
+    def _refuse(self, peer: Connection, message: p.AnyMessage, error: StepwellError | OSError) -> None:
+        if not isinstance(error, StepwellError):
+            error = errors.PersistError(os.strerror(error.errno or 0), where=error.filename)
+        log.warning("refused %s of pid %d: %s", type(message).__name__, peer.pid, error)
+        if isinstance(message, p.Persist):
+            self._say(peer, p.Failed(message.save, refusal(error), None, 0))
+        else:
+            self._say(peer, refusal(error, getattr(message, "request", 0)))
+
+    def _disconnect(self, peer: Connection) -> None:
+        self.selector.unregister(peer.socket)
+        del self.connections[peer.socket.fileno()]
+        peer.socket.close()
+        if peer.hello is not None and not peer.hello.observer:
+            self.idle_since = time.monotonic()
+            self.linger_seconds = 0.0 if peer.said_bye else LINGER_SECONDS
+            log.info("trainer %d %s", peer.pid, "closed" if peer.said_bye else "is gone without a word")
+            if peer.said_bye and not self.service:
+                self.stopping = True
+
+    def _say(self, peer: Connection, message: p.AnyMessage, fds: tuple[int, ...] = ()) -> None:
+        failpoint(f"agent-sends-{type(message).__name__}")
+        try:
+            p.send(peer.socket, message, fds)
+        except OSError as error:
+            log.info("could not answer pid %d: %s", peer.pid, error)
+
+    def _trainer(self) -> Connection | None:
+        return next((c for c in self.connections.values() if c.hello and not c.hello.observer), None)
+
+    # ---- messages
+
+    def _handle(self, peer: Connection, message: p.AnyMessage, fds: list[int]) -> None:
+        if peer.hello is None and not isinstance(message, p.Hello):
+            raise AgentError("the first message must be Hello", found=type(message).__name__)
+        match message:
+            case p.Hello():
+                self._hello(peer, message)
+            case p.OpenAttempt():
+                self._open_attempt(peer, message)
+            case p.LayoutIs():
+                self._layout(message, fds)
+            case p.MakeSlot():
+                threading.Thread(target=self._make_slot, args=(peer, message), daemon=True).start()
+            case p.AdoptSlot():
+                self._add_slot(peer, message.request, os.dup(fds[0]), message.bytes, message.slot)
+            case p.DropSlot():
+                slot = self.slots.pop(message.slot, None)
+                if slot:
+                    os.close(slot.fd)
+            case p.Begin():
+                self._slot(message.slot).holds = None
+            case p.Persist():
+                self._persist(peer, message)
+            case p.AskMemory():
+                self._memory(peer, message)
+            case p.Note():
+                self.persister.note(dict(message.record))
+            case p.Prune():
+                self.persister.prune_now(peer, message)
+            case p.Bye():
+                peer.said_bye = True
+            case _:
+                raise AgentError("an agent does not take this message", found=type(message).__name__)
+
+    def _hello(self, peer: Connection, message: p.Hello) -> None:
+        if message.version != p.VERSION:
+            idle = self._trainer() is None and not self.persister.unfinished
+            self.stopping = self.stopping or (idle and not self.service)
+            raise AgentError(
+                "an agent of another version serves this run",
+                where=f"pid {os.getpid()}",
+                expected=f"protocol {message.version}",
+                found=f"protocol {p.VERSION}",
+                todo="it ends now; try again" if idle else "end the trainer that uses it, then try again",
+            )
+        if self.stopping and not message.observer:
+            raise AgentError("the agent is ending", where=f"pid {os.getpid()}", todo="try again")
+        other = self._trainer()
+        if other is not None and not message.observer:
+            raise RunBusyError(
+                "another trainer is writing this run",
+                where=self.root,
+                found=f"pid {other.pid} ({_command_of(other.pid)})",
+                todo="end that process, or give this run another folder",
+            )
+        if message.attempt is not None:
+            self.attempt = catalogues.read_document(
+                self.tier.path(names.ATTEMPTS, names.attempt_file(message.attempt)), AttemptDocument
+            )
+            if self.attempt.identity != message.identity:
+                raise LineageError("this attempt belongs to another trainer", where=self.root, found=message.attempt)
+            before = [one.key for one in catalogues.read(self.root).steps if one.attempt == message.attempt]
+            if before:
+                self.persister.last_key[message.attempt] = before[-1]
+        elif not message.observer:
+            self.attempt = None
+        peer.hello = message
+        self._say(
+            peer,
+            p.Welcome(
+                p.VERSION,
+                os.getpid(),
+                self.run,
+                self.abilities.filesystem,
+                self.abilities.direct_io,
+                self.abilities.hard_links,
+                cgroup_of(peer.pid) == cgroup_of("self"),
+                message.request,
+            ),
+        )
+
+    def _open_attempt(self, peer: Connection, message: p.OpenAttempt) -> None:
+        assert peer.hello is not None
+        catalogue = catalogues.read(self.root)
+        newest = catalogue.newest
+        if newest is not None and message.parent is None and not message.fresh:
+            raise LineageError(
+                "the run has steps, and this training did not start from one of them",
+                where=self.root,
+                expected=f"ckpt.restore(state) before the first save (newest step: {newest.key})",
+                found="a first save without a restore",
+                todo="restore first, use another folder, or say Checkpointer(..., fresh=True) to begin a new branch",
+            )
+        folder = self.tier.path(names.ATTEMPTS)
+        number = max((n for f in os.listdir(folder) if (n := names.parse_attempt_file(f)) is not None), default=0)
+        while True:
+            number += 1
+            document = AttemptDocument(
+                run=self.run,
+                attempt=number,
+                identity=peer.hello.identity,
+                parent=message.parent,
+                host=socket.gethostname(),
+                pid=peer.pid,
+                created=utc_now(),
+                writer=WRITER,
+            )
+            try:
+                self.tier.publish(os.path.join(folder, names.attempt_file(number)), encode(document))
+                break
+            except FileExistsError:
+                continue  # another node took this number: take the next
+        self.attempt = document
+        self._say(peer, p.AttemptOpened(number, message.request))
+
+    def _layout(self, message: p.LayoutIs, fds: list[int]) -> None:
+        if message.hash in self.layouts:
+            return
+        with mmap.mmap(fds[0], message.bytes, prot=mmap.PROT_READ) as mapped:
+            data = bytes(mapped)
+        if hex_digest(data) != message.hash:
+            raise DamagedError("a layout arrived with a wrong checksum", expected=message.hash)
+        self.layouts[message.hash] = layouts.parse(data, "layout from the trainer")
+
+    def _make_slot(self, peer: Connection, message: p.MakeSlot) -> None:
+        """Runs in a thread of its own: touching the pages of a large slot takes seconds."""
+        try:
+            fd = make_slot(message.bytes, touch=message.touch)
+        except (StepwellError, OSError) as error:
+            refused = error
+            self.post(lambda: self._refuse(peer, message, refused))
+            return
+        self.post(lambda: self._add_slot(peer, message.request, fd, message.bytes))
+
+    def _add_slot(self, peer: Connection, request: int, fd: int, size: int, index: int | None = None) -> None:
+        index = self.next_slot if index is None else index
+        self.next_slot = max(self.next_slot, index + 1)
+        mapped = mmap.mmap(fd, size)
+        self.slots[index] = Slot(index, fd, size, memoryview(mapped))
+        self._say(peer, p.SlotMade(index, size, request), (fd,))
+
+    def _slot(self, index: int) -> Slot:
+        slot = self.slots.get(index)
+        if slot is None:
+            raise AgentError("there is no such slot", expected=sorted(self.slots), found=index)
+        return slot
+
+    def _persist(self, peer: Connection, message: p.Persist) -> None:
+        assert peer.hello is not None
+        if self.attempt is None:
+            raise AgentError("a save before the attempt was opened", found=message.step)
+        layout = self.layouts.get(message.layout)
+        if layout is None:
+            raise AgentError("a save with an unknown layout", found=message.layout)
+        slot = self._slot(message.slot)
+        if not 0 <= message.values_bytes <= layout.values_room(slot.bytes):
+            raise AgentError("a save whose values do not fit its slot", found=message.values_bytes)
+        order = Order(
+            identity=message.save,
+            run=self.run,
+            step=message.step,
+            attempt=self.attempt.attempt,
+            key=names.step_key(message.step, self.attempt.attempt),
+            parent=None,  # set when its turn comes: by then the step before it is committed or given up
+            values_bytes=message.values_bytes,
+            metrics=message.metrics,
+            entered_wall_seconds=message.entered_wall_seconds,
+        )
+        hello = peer.hello
+        keep = Keep(last=hello.keep_last, every=hello.keep_every, best=hello.keep_best)  # type: ignore[arg-type]
+        self.persister.put(
+            Job(
+                order,
+                slot,
+                layout,
+                keep,
+                self.attempt.parent,
+                dict(message.telemetry),
+                time.perf_counter(),
+                message.queue_depth,
+            )
+        )
+
+    def _memory(self, peer: Connection, message: p.AskMemory) -> None:
+        newest = catalogues.read(self.root).newest
+        held = {slot.holds: slot for slot in self.slots.values() if slot.holds}
+        slot = held.get(newest.key) if newest else None
+        if slot is None or slot.holds is None:
+            self._say(peer, p.MemoryIs(None, request=message.request))
+        else:
+            answer = p.MemoryIs(slot.holds, slot.index, slot.bytes, slot.layout, message.request)
+            self._say(peer, answer, (slot.fd,))
+
+    # ---- answers of the persister
+
+    def committed(self, job: Job, stages: dict[str, float], retries: int) -> None:
+        job.slot.holds, job.slot.layout = job.order.key, job.layout.hash
+        peer = self._trainer()
+        if peer:
+            self._say(peer, p.Committed(job.order.identity, job.order.key, time.time(), stages, retries))
+
+    def failed(self, job: Job, error: BaseException, retries: int) -> None:
+        peer = self._trainer()
+        if peer:
+            code = error.errno if isinstance(error, OSError) else None
+            self._say(peer, p.Failed(job.order.identity, refusal(_as_stepwell(error, job)), code, retries))
+
+
+class Persister(threading.Thread):
+    """Carries out orders in their order, prunes after each commit, and keeps the telemetry."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(name="persister", daemon=True)
+        self.server, self.tier = server, server.tier
+        self.work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.workers = ThreadPoolExecutor(IO_WORKERS, thread_name_prefix="write")
+        self.known: dict[str, catalogues.Step] = {}
+        self.last_key: dict[int, str] = {}
+        self._count_lock = threading.Lock()
+        self._unfinished = 0
+        self._telemetry_fd = -1
+
+    @property
+    def unfinished(self) -> int:
+        return self._unfinished
+
+    def put(self, job: Job) -> None:
+        self._submit(lambda: self._save(job))
+
+    def note(self, record: dict[str, float | int | str | bool | None]) -> None:
+        self._submit(lambda: self._write_telemetry(record))
+
+    def prune_now(self, peer: Connection, message: p.Prune) -> None:
+        keep = Keep(last=message.keep_last, every=message.keep_every, best=message.keep_best)  # type: ignore[arg-type]
+
+        def work() -> None:
+            removed, reasons = self._prune(keep, None, dry_run=message.dry_run)
+            self.server.post(lambda: self.server._say(peer, p.Pruned(tuple(removed), reasons, message.request)))
+
+        self._submit(work)
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        with self._count_lock:
+            self._unfinished += 1
+        self.work.put(work)
+
+    def run(self) -> None:
+        while True:
+            try:
+                work = self.work.get(timeout=SWEEP_SECONDS)
+            except queue.Empty:
+                self._guarded(self._sweep)
+                continue
+            if work is None:
+                return
+            try:
+                self._guarded(work)
+            finally:
+                with self._count_lock:
+                    self._unfinished -= 1
+
+    def stop(self) -> None:
+        self.work.put(None)
+        self.join()
+        self.workers.shutdown()
+        if self._telemetry_fd >= 0:
+            self.tier.ops.close(self._telemetry_fd)
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception:  # cleaning up and keeping books must never end the agent
+            log.exception("background work failed")
+
+    def _save(self, job: Job) -> None:
+        attempt = job.order.attempt
+        order = replace(job.order, parent=self.last_key.get(attempt, job.resumed_from))
+        stages = Stages()
+        stages.seconds["queue_seconds"] = time.perf_counter() - job.accepted_seconds
+        retries = 0
+        while True:
+            try:
+                manifest = persist(self.tier, order, job.layout, job.slot.view, self.workers, stages)
+                break
+            except Exception as error:
+                if retries >= len(RETRY_SECONDS) or is_permanent(error) or not isinstance(error, OSError):
+                    log.exception("gave up saving %s", job.order.key)
+                    self._write_record(job, stages, retries, error)
+                    failure = error
+                    self.server.post(lambda: self.server.failed(job, failure, retries))
+                    return
+                log.warning("saving %s failed (%s), trying again in %s s", job.order.key, error, RETRY_SECONDS[retries])
+                time.sleep(RETRY_SECONDS[retries])
+                retries += 1
+        self.last_key[attempt] = order.key
+        seconds = dict(stages.seconds)
+        seconds["durable_seconds"] = manifest.durable_seconds
+        self.server.post(lambda: self.server.committed(job, seconds, retries))
+        self._write_record(job, stages, retries, None)
+        removed, _ = self._prune(job.keep, job.resumed_from, attempt=job.order.attempt)
+        if removed:
+            log.info("pruned %s", ", ".join(removed))
+
+    def _prune(
+        self, keep: Keep, resumed_from: str | None, *, attempt: int | None = None, dry_run: bool = False
+    ) -> tuple[list[str], dict[str, str]]:
+        catalogue = catalogues.read(self.server.root, self.known)
+        self.known = {step.key: step for step in catalogue.steps}
+        newest_attempt = max((a.attempt for a in catalogue.attempts), default=0)
+        if attempt is not None and attempt < newest_attempt:
+            log.warning("attempt %d is superseded by %d: it prunes nothing", attempt, newest_attempt)
+            return [], {}
+        if resumed_from is None and catalogue.attempts:
+            resumed_from = catalogue.attempts[-1].parent
+        tip = catalogue.newest.key if catalogue.newest else None
+        plan = plan_retention(
+            catalogue.facts(), catalogue.attempt_facts(), keep, tip=tip, resumed_from=resumed_from
+        )
+        if dry_run:
+            return list(plan.remove), dict(plan.reasons)
+        removed = self.server.pruner.condemn(plan, catalogue) if plan.remove else []
+        self._sweep()
+        return removed, dict(plan.reasons)
+
+    def _sweep(self) -> None:
+        self.server.pruner.sweep()
+
+    def _write_record(self, job: Job, stages: Stages, retries: int, error: BaseException | None) -> None:
+        self._guarded(
+            lambda: self._write_telemetry(
+                {
+                    "event": "save",
+                    "time": utc_now(),
+                    "step": job.order.step,
+                    "key": job.order.key,
+                    "attempt": job.order.attempt,
+                    "node": 0,
+                    "rank": 0,
+                    **job.telemetry,
+                    **{name: round(value, 6) for name, value in stages.seconds.items()},
+                    "durable_seconds": None if error else round(time.time() - job.order.entered_wall_seconds, 6),
+                    "state_bytes": job.layout.data_bytes,
+                    "written_bytes": stages.written_bytes,
+                    "file_count": stages.file_count,
+                    "queue_depth": job.queue_depth,
+                    "retries": retries,
+                    "error": None if error is None else str(error),
+                }
+            )
+        )
+
+    def _write_telemetry(self, record: dict[str, float | int | str | bool | None]) -> None:
+        if self._telemetry_fd < 0:
+            path = self.tier.path(names.TELEMETRY, "node00000.jsonl")
+            self._telemetry_fd = self.tier.ops.open_append(path)
+        line = msgspec.json.encode(record) + b"\n"
+        self.tier.ops.append(self._telemetry_fd, line)
+
+
+def refusal(error: StepwellError, request: int = 0) -> p.Refused:
+    """An error as a message."""
+    where, expected, found, todo = (
+        None if part is None else str(part) for part in (error.where, error.expected, error.found, error.todo)
+    )
+    return p.Refused(type(error).__name__, error.what, where, expected, found, todo, request)
+
+
+def _as_stepwell(error: BaseException, job: Job) -> StepwellError:
+    if isinstance(error, StepwellError):
+        return error
+    if not isinstance(error, OSError):
+        return errors.PersistError(f"the agent failed: {error!r}", where=job.order.key, todo="report this as a bug")
+    found, todo = f"{os.strerror(error.errno or 0)} (errno {error.errno})", None
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        todo = f"free at least {job.layout.data_bytes} bytes there, or keep fewer steps (stepwell prune)"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        todo = "make the folder writable for this user"
+    return errors.PersistError(
+        f"step {job.order.step} could not be saved", where=error.filename or job.order.key, found=found, todo=todo
+    )
+
+
+def _command_of(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read(200).replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return "its command cannot be read"
+
+
+def _close_quietly(fd: int) -> None:
+    try:
+        os.close(fd)
+    except OSError:
+        pass  # closed already by who took it over
+
+
+def lower_priority() -> None:
+    """Training goes first: less CPU weight, lowest best-effort I/O priority."""
+    import psutil
+
+    try:
+        os.nice(5)
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
+    except (OSError, psutil.Error) as error:
+        log.info("could not lower the agent's priority: %s", error)
+
+
+def run_agent(root: str, place: Place, *, service: bool, ready_fd: int | None) -> None:
+    """Be the agent of a run until it is done. Writes one byte to `ready_fd` once it listens."""
+    server = Server(root, place, service=service)
+    server.open()
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is meant for the trainer
+    lower_priority()
+    if ready_fd is not None:
+        os.write(ready_fd, b"1")
+        os.close(ready_fd)
+    log.info("agent %d serves %s (%s)", os.getpid(), root, server.abilities)
+    server.serve()

@@ -1,0 +1,1072 @@
+"""The one door for training scripts: `Checkpointer` and the handles it gives out."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from stepwell.agent import protocol as p
+from stepwell.agent.client import Client, as_error
+from stepwell.errors import (
+    AgentError,
+    DamagedError,
+    LineageError,
+    NotARunError,
+    SlotMemoryError,
+    StateClobbered,
+    StepwellError,
+    UnsafeSnapshotError,
+    UsageError,
+    WaitTimeout,
+)
+from stepwell.policies import History, Keep, Moment, Policy
+from stepwell.restore import catalogue as catalogues
+from stepwell.restore.catalogue import Catalogue, Step
+from stepwell.restore.read import OpenStep, open_slot, open_step
+from stepwell.snapshot.device import DeviceCopier, copier_for
+from stepwell.snapshot.lazy import Audit, DeviceLazyCopy, LazyCopy, LazyPolicy
+from stepwell.snapshot.slot import COPY_THREADS, Slot, contiguous_host_copy, copy_eager
+from stepwell.state import Flat, encode_values, flatten, match
+from stepwell.store import layout as layouts
+from stepwell.store import names
+from stepwell.store.layout import Layout
+from stepwell.store.manifest import metrics_to_json
+from stepwell.units import format_bytes, format_seconds
+
+log = logging.getLogger("stepwell")
+
+SLOT_WAIT_SECONDS_MAX = 120.0
+WAIT_SECONDS_MAX = 3600.0
+RELINK_COUNT_MAX = 5
+
+
+class Save:
+    """What `save()` returns: one save on its way.
+
+    `blocked_seconds` is how long the trainer has waited for it, slot wait and lazy barrier included; final once
+    `snapshot_done`. `stages` has the seconds of each stage, those of the agent once it is `done`.
+    """
+
+    def __init__(self, owner: Checkpointer, step: int, *, skipped: bool = False, reason: str | None = None) -> None:
+        self.step, self.skipped, self.reason = step, skipped, reason
+        self.identity = uuid.uuid4().hex
+        self.key: str | None = None
+        self.stages: dict[str, float] = {}
+        self.error: BaseException | None = None
+        self.retries = 0
+        self._owner = owner
+        self._raised = False
+        self._snapshot = threading.Event()
+        self._done = threading.Event()
+        self._blocked_seconds = 0.0
+        self._lazy: LazyCopy | DeviceLazyCopy | None = None
+        self._order: p.Persist | None = None
+        self._slot: Slot | None = None
+        self._layout: Layout | None = None
+        self._entered_wall_seconds = time.time()
+        self._entered_seconds = time.perf_counter()
+        if skipped:
+            self._snapshot.set()
+            self._done.set()
+
+    @property
+    def done(self) -> bool:
+        """True once the save is durable, failed or skipped."""
+        return self._done.is_set()
+
+    @property
+    def committed(self) -> bool:
+        """True once the step is durable on tier 0."""
+        return self.done and not self.skipped and self.error is None
+
+    @property
+    def snapshot_done(self) -> bool:
+        """True once the state is in the slot: the save is accepted and survives the death of the trainer."""
+        return self._snapshot.is_set()
+
+    @property
+    def blocked_seconds(self) -> float:
+        return self._blocked_seconds + (self._lazy.barrier_seconds if self._lazy else 0.0)
+
+    @property
+    def durable_seconds(self) -> float | None:
+        """Seconds from the entry of `save()` to the commit on tier 0; None before that."""
+        return self.stages.get("durable_seconds")
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """All that is known by now, in seconds."""
+        return {**self.stages, "blocked_seconds": self.blocked_seconds}
+
+    def wait(self, tier: int = 0, timeout: float | None = None) -> Save:
+        """Wait until the step is durable on a tier; returns the handle.
+
+        A skipped save returns at once; without a `timeout` the wait ends after an hour. Raises `WaitTimeout` after `timeout` seconds, `UsageError` for a tier that the
+        run does not have, and, with `on_error="raise"`, the error that the save failed with, once.
+        """
+        if tier != 0:
+            raise UsageError("this run has no such tier", expected="0", found=tier)
+        timeout = WAIT_SECONDS_MAX if timeout is None else timeout
+        if not self._done.wait(timeout):
+            raise WaitTimeout(
+                f"step {self.step} is not durable yet", expected=f"within {timeout} s", todo="wait longer; it goes on"
+            )
+        self._owner._raise_once(self)
+        return self
+
+    def __repr__(self) -> str:
+        if self.skipped:
+            state = f"skipped: {self.reason}"
+        elif self.error is not None:
+            state = f"failed: {str(self.error).splitlines()[0]}"
+        elif self.done:
+            state = f"durable after {format_seconds(self.stages.get('durable_seconds', 0.0))}"
+        else:
+            state = "accepted" if self.snapshot_done else "copying"
+        return f"<Save step {self.step} {state}, blocked {format_seconds(self.blocked_seconds)}>"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `restore()` did: the step that the state now holds; resume at `step + 1`."""
+
+    step: int
+    key: str
+    attempt: int
+    tier: str
+    bytes: int
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass
+class Counters:
+    """What has happened since the start; nothing is dropped without a count."""
+
+    saves: int = 0
+    committed: int = 0
+    skipped: int = 0
+    failed: int = 0
+    retries: int = 0
+    agent_restarts: int = 0
+
+
+class Preparation:
+    """Slots being made and touched in the background."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the slots are ready. Raises `WaitTimeout`, or what went wrong (`SlotMemoryError`)."""
+        if not self._done.wait(timeout):
+            raise WaitTimeout("the slots are not ready yet", expected=f"within {timeout} s")
+        if self.error is not None:
+            raise self.error
+
+
+class Checkpointer:
+    """Saves and restores the state of one training run in the folder `run`.
+
+    Guarantees: a step is committed or absent, whatever dies; nothing aliases the trainer's memory after `save()`
+    (eager) or after the next `optimizer.step()` begins (lazy); an accepted save survives the trainer; waits are
+    bounded; nothing is dropped without a handle and a counter that say so.
+
+    Arguments: `slots` staging buffers, each as large as the state. `when_full` says what `save()` does when no slot
+    is free: "wait" (at most `slot_wait_seconds_max`, then a loud skip) or "skip". `snapshot` is "eager" or "lazy".
+    `keep` and `save_when` are policies. `on_error` is "warn" (log, count, go on) or "raise" (each failure once, at
+    the next `save()`, `wait()` or `close()`). `fresh=True` begins a new branch in a run that has steps.
+    `allow_pickle` stores and restores what Stepwell has no type for by pickle.
+
+    Raises `UsageError` for wrong arguments, `RunBusyError` when another trainer writes the run, `AgentError` when the
+    agent cannot be started, and `OSError` kinds when the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str],
+        *,
+        slots: int = 2,
+        when_full: Literal["wait", "skip"] = "wait",
+        snapshot: Literal["eager", "lazy"] = "eager",
+        keep: Keep | None = None,
+        save_when: Policy | None = None,
+        on_error: Literal["warn", "raise"] = "warn",
+        fresh: bool = False,
+        allow_pickle: bool = False,
+        slot_wait_seconds_max: float = SLOT_WAIT_SECONDS_MAX,
+        device_copier: DeviceCopier | None = None,
+    ) -> None:
+        _check_choice("when_full", when_full, ("wait", "skip"))
+        _check_choice("snapshot", snapshot, ("eager", "lazy"))
+        _check_choice("on_error", on_error, ("warn", "raise"))
+        if not isinstance(slots, int) or not 1 <= slots <= 64:
+            raise UsageError("slots is a small whole number", expected="1 to 64", found=slots)
+        self.run = os.path.abspath(os.fspath(run))
+        self.counters = Counters()
+        self.last_save: Save | None = None
+        self._slot_count, self._when_full, self._on_error = slots, when_full, on_error
+        self._keep, self._policy, self._fresh = keep or Keep(), save_when, fresh
+        self._allow_pickle, self._slot_wait_seconds_max = allow_pickle, slot_wait_seconds_max
+        self._copier = device_copier
+        self._identity = uuid.uuid4().hex
+        self._pid = os.getpid()
+        self._lock = threading.Condition()  # guards everything below
+        self._slots: list[Slot] = []
+        self._making = 0
+        self._pending: dict[str, Save] = {}
+        self._unraised: list[Save] = []
+        self._saved_steps: dict[int, Save] = {}
+        self._attempt: int | None = None
+        self._parent: str | None = None
+        self._linked = False
+        self._closed = False
+        self._sent_layouts: set[str] = set()
+        self._layout: Layout | None = None
+        self._flat: Flat | None = None
+        self._use_count = 0
+        self._pool = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="stepwell-copy")
+        self._background = ThreadPoolExecutor(2, thread_name_prefix="stepwell")
+        self._lazy = LazyPolicy(self.barrier) if snapshot == "lazy" else None
+        self._lazy_save: Save | None = None
+        self._audit: Audit | None = None
+        self._started_seconds = time.monotonic()
+        self._last_started_seconds: float | None = None
+        self._last_step: int | None = None
+        self._history = History.for_policy(save_when)
+        self._signals: dict[int, Any] = {}
+        self._preempted = threading.Event()
+        self._preempt_deadline: float | None = None
+        self._preempt_seconds = 0.0
+        self._client = Client(self.run, self._on_message, self._on_lost)
+        welcome = self._client.connect(self._hello())
+        self._linked = True
+        self._say_limits(welcome)
+        _open_checkpointers.add(self)
+
+    # ---- saving
+
+    def save(self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> Save:
+        """Snapshot the state after optimizer step `step` and have it persisted in the background.
+
+        Returns a handle at once: accepted, or `skipped` with its reason. The same step saved twice in one attempt
+        returns the first handle. Raises `UnsupportedStateError` (a `TypeError`) naming the path of what cannot be
+        stored, `LineageError` for a first save into a run that has steps, `SlotMemoryError` when a slot does not fit
+        (with `on_error="raise"`; else the handle is skipped), and earlier failures with `on_error="raise"`.
+        """
+        self._check_open()
+        names.step_key(step, 0)
+        clean_metrics = _clean_metrics(metrics)
+        self._raise_once()
+        before = self._saved_steps.get(step)
+        if before is not None and before.error is None and not before.skipped:
+            return before
+        handle = Save(self, step)
+        self._finish_lazy()
+        try:
+            self._snapshot(handle, state, clean_metrics)
+        except (SlotMemoryError, AgentError) as error:
+            if self._on_error == "raise":
+                raise
+            self._skip(handle, f"{type(error).__name__}: {error}")
+        if not handle.skipped:
+            self._saved_steps = {s: h for s, h in self._saved_steps.items() if not h.done or s > step - 1000}
+            self._saved_steps[step] = handle
+            self._last_step, self._last_started_seconds = step, time.monotonic()
+            self.last_save = handle
+        return handle
+
+    def _snapshot(self, handle: Save, state: Mapping[str, Any], metrics: dict[str, float]) -> None:
+        begin = time.perf_counter()
+        flat = flatten(state, allow_pickle=self._allow_pickle, previous=self._flat)
+        values = encode_values(flat.values, allow_pickle=self._allow_pickle)
+        layout = self._layout_for(flat, len(values))
+        handle.stages["flatten_seconds"] = time.perf_counter() - begin
+        self._open_attempt()
+        mark = time.perf_counter()
+        slot = self._take_slot(layout, len(values), handle)
+        handle.stages["slot_wait_seconds"] = time.perf_counter() - mark
+        if slot is None:
+            return
+        assert self._attempt is not None
+        handle.key, handle._slot, handle._layout = names.step_key(handle.step, self._attempt), slot, layout
+        was_fresh = slot.fresh
+        mark = time.perf_counter()
+        try:
+            self._tell(p.Begin(slot.index))
+            plan = layout.packs[-1]
+            slot.write(values, plan.image_offset + plan.header_bytes + plan.data_bytes)
+            handle._order = p.Persist(
+                save=handle.identity,
+                step=handle.step,
+                slot=slot.index,
+                layout=layout.hash,
+                values_bytes=len(values),
+                metrics=metrics_to_json(metrics),
+                entered_wall_seconds=handle._entered_wall_seconds,
+                queue_depth=len(self._pending),
+                telemetry={},
+            )
+            self._copy(handle, slot, layout, flat)
+        except BaseException:
+            self._free_slot(slot)
+            raise
+        handle.stages["copy_seconds"] = time.perf_counter() - mark
+        handle._blocked_seconds = time.perf_counter() - handle._entered_seconds
+        self.counters.saves += 1
+        if handle._lazy is None:
+            self._accept(handle)
+        else:
+            self._background.submit(handle._lazy.work)
+        if was_fresh:  # the first save made this slot itself: get it and the others ready for the next ones
+            self._background.submit(self._warm_up, slot, layout, flat)
+
+    def _copy(self, handle: Save, slot: Slot, layout: Layout, flat: Flat) -> None:
+        stored = [i for i in range(len(flat.names)) if flat.alias_of[i] < 0]
+        lazy: list[int] = []
+        if self._lazy is not None:
+            stored, lazy = self._lazy.split(flat)
+            if lazy and (self._lazy.audits_left > 0 or slot.fresh):
+                stored, audited, lazy = stored + lazy, lazy, []
+                if self._lazy.audits_left > 0:
+                    self._lazy.audits_left -= 1
+                    self._copy_now(slot, layout, flat, stored)
+                    self._audit = Audit(slot, layout, flat, audited)
+                    return
+        self._copy_now(slot, layout, flat, stored)
+        if not lazy:
+            return
+
+        def finish(error: Exception | None) -> None:
+            if isinstance(error, UnsafeSnapshotError) and self._lazy is not None and isinstance(copy, LazyCopy):
+                self._lazy.learn(copy.changed(), "changed without optimizer.step()")
+            if error is None:
+                self._accept(handle)
+            else:
+                self._settle(handle, error, {})
+
+        on_host = [i for i in lazy if flat.specs[i].device == "cpu"]
+        on_device = [i for i in lazy if flat.specs[i].device != "cpu"]
+        copy: LazyCopy | DeviceLazyCopy
+        if on_device and not on_host:
+            copy = DeviceLazyCopy(self._queue_device(slot, layout, flat, on_device), finish)
+        else:
+            if on_device:
+                self._queue_device(slot, layout, flat, on_device).wait()
+            copy = LazyCopy(slot, layout, flat, on_host, finish)
+        handle._lazy = copy
+        self._lazy_save = handle
+
+    def _copy_now(self, slot: Slot, layout: Layout, flat: Flat, indices: list[int]) -> None:
+        on_host = [i for i in indices if flat.specs[i].device == "cpu"]
+        on_device = [i for i in indices if flat.specs[i].device != "cpu"]
+        ticket = self._queue_device(slot, layout, flat, on_device) if on_device else None
+        copy_eager(slot, layout, flat, on_host, self._pool)
+        if ticket is not None:
+            ticket.wait()
+        slot.fresh = False
+
+    def _queue_device(self, slot: Slot, layout: Layout, flat: Flat, indices: list[int]) -> Any:
+        copier = self._copier or copier_for(flat.specs[indices[0]].device)
+        views = slot.views(layout, flat)
+        if copier is None:
+            for i in indices:
+                views[i].copy_(contiguous_host_copy(flat.tensors[i]))
+            return _NothingToWaitFor()
+        self._copier = copier
+        slot.pin(copier)
+        return copier.copy([(views[i], flat.tensors[i]) for i in indices])
+
+    def _accept(self, handle: Save) -> None:
+        """The snapshot is whole: hand the slot to the agent. From here the save survives this process."""
+        handle._snapshot.set()
+        assert handle._order is not None
+        order = msgspec.structs.replace(
+            handle._order,
+            telemetry={
+                "blocked_seconds": round(handle.blocked_seconds, 6),
+                "snapshot": "lazy" if handle._lazy else "eager",
+                "barrier_seconds": round(handle._lazy.barrier_seconds, 6) if handle._lazy else 0.0,
+                **{name: round(value, 6) for name, value in handle.stages.items()},
+            },
+        )
+        with self._lock:
+            handle._order = order
+            self._pending[handle.identity] = handle
+            if self._linked:
+                try:
+                    self._client.tell(order)
+                except AgentError:
+                    self._linked = False  # the new agent gets it: it is in `_pending`
+
+    def barrier(self) -> None:
+        """Let a lazy snapshot finish reading; called at the entry of `optimizer.step()`, or by hand before changing
+        tensors in another way. Returns at once when nothing is under way."""
+        audit, self._audit = self._audit, None
+        if audit is not None and self._lazy is not None:
+            self._lazy.learn(audit.differing(self._pool), "changed before optimizer.step()")
+        handle = self._lazy_save
+        if handle is not None and handle._lazy is not None:
+            handle._lazy.barrier()
+
+    def _finish_lazy(self) -> None:
+        """A new save needs the previous snapshot whole."""
+        handle, self._lazy_save = self._lazy_save, None
+        self._audit = None
+        if handle is not None and handle._lazy is not None:
+            handle._lazy.barrier()
+            handle._lazy.done.wait()
+
+    def _layout_for(self, flat: Flat, values_bytes: int) -> Layout:
+        before, layout = self._flat, self._layout
+        same = (
+            layout is not None
+            and before is not None
+            and flat.specs is before.specs
+            and flat.skeleton is before.skeleton
+            and values_bytes <= self._values_bytes_max
+        )
+        if not same or layout is None:
+            self._values_bytes_max = layouts.values_room_for(values_bytes)
+            layout = layouts.build(
+                flat.names, flat.specs, flat.alias_of, flat.skeleton, values_bytes_max=self._values_bytes_max
+            )
+        self._flat, self._layout = flat.layout_only(), layout
+        return layout
+
+    _values_bytes_max = 0
+
+    def _send_layout(self, layout: Layout) -> None:
+        if layout.hash in self._sent_layouts:
+            return
+        fd = os.memfd_create("stepwell-layout", os.MFD_CLOEXEC)
+        try:
+            with os.fdopen(os.dup(fd), "wb") as file:
+                file.write(layout.data)
+            self._tell(p.LayoutIs(layout.hash, len(layout.data)), (fd,))
+        finally:
+            os.close(fd)
+        self._sent_layouts.add(layout.hash)
+
+    # ---- slots
+
+    def prepare(self, state: Mapping[str, Any]) -> Preparation:
+        """Lay out the state and make and touch all slots in the background, so that the first save is a fast one.
+
+        Optimizer state that does not exist yet is estimated as two tensors per parameter. Returns a handle to wait
+        on; a failure is in its `error` and in the log, and the first save makes the slots itself then.
+        """
+        self._check_open()
+        preparation = Preparation()
+        flat = flatten(state, allow_pickle=self._allow_pickle, previous=self._flat)
+        values = encode_values(flat.values, allow_pickle=self._allow_pickle)
+        layout = self._layout_for(flat, len(values))
+        size = layout.slot_bytes(self._values_bytes_max) + _missing_optimizer_bytes(state)
+        self._background.submit(self._prepare, preparation, layout, flat, size)
+        return preparation
+
+    def _prepare(self, preparation: Preparation, layout: Layout, flat: Flat, size: int) -> None:
+        try:
+            self._send_layout(layout)
+            while True:
+                with self._lock:
+                    if self._closed or len(self._slots) + self._making >= self._slot_count:
+                        break
+                    self._making += 1
+                try:
+                    slot = self._make_slot(size, touch=True)
+                    slot.populate()
+                    if slot.bytes >= layout.slot_bytes(0):
+                        slot.views(layout, flat)
+                finally:
+                    with self._lock:
+                        self._making -= 1
+                with self._lock:
+                    self._slots.append(slot)
+                    self._lock.notify_all()
+        except (StepwellError, OSError) as error:
+            preparation.error = error
+            if not self._closed:
+                log.warning("could not prepare the slots: %s", error)
+        finally:
+            preparation._done.set()
+
+    def _warm_up(self, slot: Slot, layout: Layout, flat: Flat) -> None:
+        slot.populate()
+        slot.views(layout, flat)
+        self._prepare(Preparation(), layout, flat, slot.bytes)
+
+    def _make_slot(self, size: int, *, touch: bool) -> Slot:
+        answer, fds = self._client.ask(p.MakeSlot(size, touch))
+        assert isinstance(answer, p.SlotMade)
+        return Slot(answer.slot, fds[0], answer.bytes, fresh=not touch)
+
+    def _take_slot(self, layout: Layout, values_bytes: int, handle: Save) -> Slot | None:
+        """A free slot that is large enough; waits for one, or skips, as `when_full` says."""
+        need = layout.slot_bytes(values_bytes)
+        deadline = time.monotonic() + self._slot_wait_seconds_max
+        while True:
+            with self._lock:
+                free = [slot for slot in self._slots if slot.free]
+                fitting = [slot for slot in free if slot.bytes >= need]
+                if fitting:
+                    slot = min(fitting, key=lambda slot: slot.used_at)
+                    slot.free = False
+                    self._use_count += 1
+                    slot.used_at = self._use_count
+                    self._send_layout(layout)
+                    return slot
+                for slot in free:  # too small for good: the state has grown
+                    self._slots.remove(slot)
+                    self._tell(p.DropSlot(slot.index))
+                    slot.drop()
+                if len(self._slots) + self._making < self._slot_count:
+                    self._making += 1
+                    break
+                if self._when_full == "skip" and not self._making:
+                    self._skip(handle, f"all {self._slot_count} slots are still being persisted")
+                    return None
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    waited = format_seconds(self._slot_wait_seconds_max)
+                    self._skip(handle, f"no slot became free within {waited}: the storage is slower than the saves")
+                    return None
+                self._lock.wait(left)
+        try:
+            slot = self._make_slot(layout.slot_bytes(self._values_bytes_max), touch=False)
+        finally:
+            with self._lock:
+                self._making -= 1
+                self._lock.notify_all()
+        with self._lock:
+            slot.free = False
+            self._use_count += 1
+            slot.used_at = self._use_count
+            self._slots.append(slot)
+            self._send_layout(layout)
+        return slot
+
+    def _free_slot(self, slot: Slot | None) -> None:
+        with self._lock:
+            if slot is not None:
+                slot.free = True
+            self._lock.notify_all()
+
+    def _skip(self, handle: Save, reason: str) -> None:
+        handle.skipped, handle.reason = True, reason
+        handle._blocked_seconds = time.perf_counter() - handle._entered_seconds
+        handle._snapshot.set()
+        handle._done.set()
+        self.counters.skipped += 1
+        log.warning("step %d was NOT saved: %s", handle.step, reason)
+        self._note({"event": "skip", "step": handle.step, "reason": reason, "blocked_seconds": handle.blocked_seconds})
+
+    # ---- the agent
+
+    def _hello(self) -> p.Hello:
+        keep = self._keep
+        return p.Hello(
+            p.VERSION,
+            os.getpid(),
+            self._identity,
+            attempt=self._attempt,
+            keep_last=keep.last,
+            keep_every=keep.every,
+            keep_best=keep.best,
+        )
+
+    def _tell(self, message: p.AnyMessage, fds: tuple[int, ...] = ()) -> None:
+        """Tell the agent something that a new agent would learn anyway when this one is gone."""
+        with self._lock:
+            if self._linked:
+                try:
+                    self._client.tell(message, fds)
+                except AgentError:
+                    self._linked = False
+
+    def _note(self, record: dict[str, float | int | str | bool | None]) -> None:
+        from stepwell.agent.persist import utc_now
+
+        self._tell(p.Note({"time": utc_now(), "node": 0, "rank": 0, "attempt": self._attempt, **record}))
+
+    def _open_attempt(self) -> None:
+        if self._attempt is not None:
+            return
+        answer, _ = self._client.ask(p.OpenAttempt(self._parent, self._fresh))
+        assert isinstance(answer, p.AttemptOpened)
+        self._attempt = answer.attempt
+
+    def _on_message(self, message: p.AnyMessage) -> None:
+        if isinstance(message, p.Committed):
+            handle = self._pending.get(message.save)
+            if handle is not None:
+                stages = {**message.stages, "durable_seconds": message.durable_wall_seconds - handle._entered_wall_seconds}
+                handle.retries = message.retries
+                self._settle(handle, None, stages)
+        elif isinstance(message, p.Failed):
+            handle = self._pending.get(message.save)
+            if handle is not None:
+                error = as_error(message.error)
+                if isinstance(error, OSError):
+                    error.errno = message.errno
+                handle.retries = message.retries
+                self._settle(handle, error, {})
+        elif isinstance(message, p.Refused):
+            log.warning("the agent refused a message: %s", as_error(message))
+
+    def _settle(self, handle: Save, error: BaseException | None, stages: dict[str, float]) -> None:
+        """The end of a save, good or bad; its slot is free again."""
+        with self._lock:
+            self._pending.pop(handle.identity, None)
+            handle.error = error
+            handle.stages.update(stages)
+            self.counters.retries += handle.retries
+            if error is None:
+                self.counters.committed += 1
+            else:
+                self.counters.failed += 1
+                self._unraised.append(handle)
+        if error is not None:
+            log.error("step %d was NOT saved: %s", handle.step, error)
+        self._free_slot(handle._slot)
+        handle._snapshot.set()
+        handle._done.set()
+
+    def _on_lost(self, client: Client) -> None:
+        """The agent died: start another and hand everything over again (called from the reading thread)."""
+        with self._lock:
+            if self._closed or client is not self._client:
+                return
+            self._linked = False
+        log.warning("the agent is gone; starting another one")
+        threading.Thread(target=self._relink, name="stepwell-relink", daemon=True).start()
+
+    def _relink(self) -> None:
+        for _ in range(RELINK_COUNT_MAX):
+            self.counters.agent_restarts += 1
+            client = Client(self.run, self._on_message, self._on_lost)
+            try:
+                client.connect(self._hello())
+                with self._lock:
+                    self._hand_over(client)
+                    if not client.lost:
+                        return
+            except (StepwellError, OSError) as error:
+                last: Exception = error
+                log.warning("the new agent failed as well: %s", error)
+        log.error("no agent can be kept alive: %s", last)
+        with self._lock:
+            for handle in list(self._pending.values()):
+                self._settle(handle, last, {})
+
+    def _hand_over(self, client: Client) -> None:
+        """Give a new agent the slots, the layout and every accepted save; holds the lock, so nothing is sent twice."""
+        for slot in self._slots:
+            client.ask(p.AdoptSlot(slot.index, slot.bytes), (slot.fd,))
+        self._client, self._linked = client, True
+        self._sent_layouts.clear()
+        for layout in {h._layout.hash: h._layout for h in self._pending.values() if h._layout}.values():
+            self._send_layout(layout)
+        for handle in self._pending.values():
+            assert handle._order is not None
+            client.tell(handle._order)
+        self._lock.notify_all()
+
+    def _say_limits(self, welcome: p.Welcome) -> None:
+        """Which promises are limited on this machine, in words, at every start."""
+        limits = []
+        if not welcome.direct_io:
+            limits.append(f"{welcome.filesystem} has no O_DIRECT: writes go through the page cache")
+        if not welcome.hard_links:
+            limits.append(f"{welcome.filesystem} has no hard links: only one agent may write this run")
+        if welcome.filesystem in ("tmpfs", "ramfs"):
+            limits.append(f"{welcome.filesystem} is memory: nothing here survives a reboot")
+        if welcome.shares_cgroup:
+            limits.append(
+                "agent and trainer share a cgroup: whatever kills the whole container loses saves that are accepted "
+                "but not yet durable (run `stepwell agent --service RUN` outside of it)"
+            )
+        self.limits = tuple(limits)
+        log.info("run %s on %s, agent %d", self.run, welcome.filesystem, welcome.pid)
+        if limits:
+            log.warning("limits of the promises on this machine:%s", "".join(f"\n  - {limit}" for limit in limits))
+
+    # ---- when to save
+
+    def due(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:
+        """True when the policy wants this step saved, or a preemption signal has come.
+
+        With several ranks only rank 0 decides, and announces a step that all ranks reach; in one process the
+        announcement is immediate.
+        """
+        return self._decide(step, _clean_metrics(metrics)) is not None
+
+    def save_if_due(
+        self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None
+    ) -> Save | None:
+        """`save()` when the policy wants it, else None. Call it once per step with the step's metrics."""
+        clean = _clean_metrics(metrics)
+        reason = self._decide(step, clean)
+        self._history = self._history.with_metrics(step, clean)
+        if reason is None:
+            return None
+        log.debug("saving step %d: %s", step, reason)
+        handle = self.save(step, state, metrics=clean)
+        if handle.reason is None:
+            handle.reason = reason
+        if self._preempted.is_set():
+            self._wait_preempted(handle)
+        return handle
+
+    def _decide(self, step: int, metrics: dict[str, float]) -> str | None:
+        if self._preempted.is_set():
+            return "a preemption signal has come"
+        if self._policy is None:
+            raise UsageError(
+                "there is no policy that could be due",
+                expected="Checkpointer(..., save_when=stepwell.Every(steps=100))",
+                todo="set save_when, or call save() yourself",
+            )
+        settled = [h for h in self._saved_steps.values() if h.snapshot_done and not h.skipped]
+        cost = sum(h.blocked_seconds for h in settled) / len(settled) if settled else None
+        return self._policy.decide(
+            Moment(
+                step=step,
+                now_seconds=time.monotonic(),
+                metrics=metrics,
+                last_saved_step=self._last_step,
+                last_saved_seconds=self._last_started_seconds,
+                started_seconds=self._started_seconds,
+                save_cost_seconds=cost,
+                history=self._history,
+            )
+        )
+
+    # ---- preemption
+
+    def save_on_signals(self, *signals: int, deadline_seconds: float = 30.0) -> None:
+        """From now on these signals set `preempted` instead of ending the process; the next `save_if_due` saves and
+        waits until that save is durable, at most until `deadline_seconds` after the signal. Main thread only."""
+        self._preempt_seconds = deadline_seconds
+        for number in signals or (signal.SIGTERM,):
+            self._signals[number] = signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if not self._preempted.is_set():
+            self._preempt_deadline = time.monotonic() + self._preempt_seconds
+            self._preempted.set()
+
+    @property
+    def preempted(self) -> bool:
+        """True once a signal of `save_on_signals` has come: save once more and leave the loop."""
+        return self._preempted.is_set()
+
+    def _wait_preempted(self, handle: Save) -> None:
+        assert self._preempt_deadline is not None
+        self._finish_lazy()
+        try:
+            handle.wait(timeout=max(0.0, self._preempt_deadline - time.monotonic()))
+        except WaitTimeout:
+            log.error("step %d was not durable within the preemption deadline; it goes on in the agent", handle.step)
+
+    # ---- restoring
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int | str | None = None,
+        strict: bool = True,
+        cast: bool = False,
+        names: str | Iterable[str] | None = None,
+    ) -> Restored | None:
+        """Put the newest committed step (or `step`) into `state`, in place, every byte checked.
+
+        Returns None when the run has no committed step. The nearest copy is taken: the agent's memory, then disk. A
+        damaged newest step is replaced by an older one, whole, with a warning; when none can be read and the state
+        was written to already, `StateClobbered` is raised. Raises `StateMismatchError`, with every difference, before
+        anything is changed; `strict=False`, `cast=True` and `names="model.*"` loosen it.
+        """
+        self._check_open()
+        self._finish_lazy()
+        begin = time.perf_counter()
+        try:
+            catalogue = catalogues.read(self.run)
+        except NotARunError:
+            catalogue = None
+        if step is not None:
+            if catalogue is None:
+                raise NotARunError("there is no Stepwell run here", where=self.run)
+            candidates = [catalogue.find(step)]
+        else:
+            candidates = catalogue.fallbacks() if catalogue else []
+        restored = None
+        if catalogue is not None and candidates:
+            patterns = [names] if isinstance(names, str) else None if names is None else list(names)
+            restored = self._restore_first(catalogue, candidates, state, strict, cast, patterns, begin)
+        if restored is not None:
+            with self._lock:
+                self._parent, self._attempt = restored.key, None
+                self._saved_steps.clear()
+            self._last_step = restored.step
+            history = History.for_policy(self._policy)
+            for one in reversed(candidates):
+                if one.in_lineage and one.step <= restored.step:
+                    history = history.with_metrics(one.step, one.metrics)
+            self._history = history
+        self.prepare(state)
+        return restored
+
+    def _restore_first(
+        self,
+        catalogue: Catalogue,
+        candidates: list[Step],
+        state: Mapping[str, Any],
+        strict: bool,
+        cast: bool,
+        patterns: list[str] | None,
+        begin: float,
+    ) -> Restored:
+        warnings: list[str] = []
+        touched = False
+        last: DamagedError | None = None
+        for candidate in candidates:
+            for opener in (self._open_memory, self._open_disk):
+                opened: OpenStep | None = None
+                try:
+                    opened = opener(catalogue, candidate)
+                    if opened is None:
+                        continue
+                    count = self._fill(opened, state, strict, cast, patterns)
+                except DamagedError as error:
+                    last = error
+                    touched = touched or (opened is not None and opened.touched)
+                    warnings.append(str(error))
+                    log.warning("DAMAGED: step %s cannot be restored: %s", candidate.key, error)
+                    continue
+                finally:
+                    if opened is not None:
+                        opened.close()
+                seconds = time.perf_counter() - begin
+                if warnings:
+                    log.warning("restored step %d instead, whole", candidate.step)
+                log.info(
+                    "restored step %d (%s from tier %s) in %s",
+                    candidate.step,
+                    format_bytes(count),
+                    opened.tier,
+                    format_seconds(seconds),
+                )
+                self._note(
+                    {
+                        "event": "restore",
+                        "step": candidate.step,
+                        "key": candidate.key,
+                        "tier": opened.tier,
+                        "read_bytes": count,
+                        "restore_seconds": round(seconds, 6),
+                        "warnings": len(warnings),
+                    }
+                )
+                return Restored(
+                    candidate.step, candidate.key, candidate.attempt, opened.tier, count, seconds,
+                    candidate.metrics, tuple(warnings),
+                )  # fmt: skip
+        assert last is not None
+        if touched:
+            raise StateClobbered(
+                "the state was partly overwritten by a damaged step, and no other step could replace it",
+                where=self.run,
+                found=str(last),
+                todo="build the model anew, then restore another step or start fresh",
+            )
+        raise last
+
+    def _open_disk(self, catalogue: Catalogue, step: Step) -> OpenStep | None:
+        return open_step(self.run, step)
+
+    def _open_memory(self, catalogue: Catalogue, step: Step) -> OpenStep | None:
+        if not step.newest or step.problem is not None or self._pending or not self._linked:
+            return None
+        answer, fds = self._client.ask(p.AskMemory())
+        assert isinstance(answer, p.MemoryIs)
+        try:
+            if answer.key != step.key:
+                return None
+            return open_slot(self.run, step, fds[0], answer.bytes)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _fill(
+        self, opened: OpenStep, state: Mapping[str, Any], strict: bool, cast: bool, patterns: list[str] | None
+    ) -> int:
+        saved = opened.saved(allow_pickle=self._allow_pickle)
+        plan = match(state, saved, strict=strict, cast=cast, names=patterns, allow_pickle=self._allow_pickle)
+        count = opened.fill(plan.copies)
+        opened.touched = True
+        plan.finish()
+        return count
+
+    # ---- looking and ending
+
+    def steps(self) -> list[Step]:
+        """The committed steps of the run, by attempt and step, with lineage, bytes, time, metrics and tier."""
+        try:
+            return list(catalogues.read(self.run).steps)
+        except NotARunError:
+            return []
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until everything accepted is durable or failed. Raises `WaitTimeout`, and failures with "raise"."""
+        self._finish_lazy()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for handle in list(self._pending.values()):
+            handle.wait(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        self._raise_once()
+
+    def close(self, timeout: float | None = WAIT_SECONDS_MAX) -> None:
+        """Finish what is accepted, end the agent, give back signals and hooks. Safe to call twice.
+
+        Raises `WaitTimeout` when accepted saves are not durable within `timeout` (they go on in the agent), and
+        failures with `on_error="raise"`.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        try:
+            self.wait(timeout)
+        finally:
+            self._closed = True
+            _open_checkpointers.discard(self)
+            for number, before in self._signals.items():
+                with contextlib.suppress(ValueError):  # not the main thread: leave the handler
+                    signal.signal(number, before)
+            if self._lazy is not None:
+                self._lazy.close()
+            self._client.close()
+            self._background.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown()
+            for slot in self._slots:
+                slot.drop()
+            self._slots.clear()
+            counters = self.counters
+            if counters.failed or counters.skipped:
+                log.warning(
+                    "of %d saves %d were committed, %d failed; %d were skipped",
+                    counters.saves, counters.committed, counters.failed, counters.skipped,
+                )  # fmt: skip
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except StepwellError as failure:  # the trainer's own error is the one to be seen
+            log.error("while closing: %s", failure)
+
+    def _raise_once(self, handle: Save | None = None) -> None:
+        """With "raise": raise the oldest failure that was not raised yet (of `handle`, or of any save)."""
+        with self._lock:
+            waiting = [h for h in self._unraised if handle is None or h is handle]
+            if not waiting:
+                return
+            if self._on_error == "warn":
+                return
+            first = waiting[0]
+            self._unraised.remove(first)
+        assert first.error is not None
+        raise first.error
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the checkpointer is closed", where=self.run)
+        if os.getpid() != self._pid:
+            raise UsageError("a forked process cannot use its parent's checkpointer", where=self.run)
+
+
+class _NothingToWaitFor:
+    def wait(self) -> None:
+        """Everything is there already."""
+
+    def hold_device(self) -> None:
+        """Everything is there already."""
+
+
+_open_checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for checkpointer in list(_open_checkpointers):
+        try:
+            checkpointer.close()
+        except Exception as error:  # the interpreter is ending: nobody is left to catch it
+            log.error("while closing %s at exit: %s", checkpointer.run, error)
+
+
+def _forget_in_child() -> None:
+    """A forked worker must not hold the connection open, or the agent would never see the trainer die."""
+    for checkpointer in list(_open_checkpointers):
+        checkpointer._client.abandon()
+    _open_checkpointers.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name} cannot be {value!r}", expected=" or ".join(map(repr, allowed)), found=repr(value))
+
+
+def _clean_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Metrics as plain floats; a tensor of one element counts as a number."""
+    clean = {}
+    for name, value in (metrics or {}).items():
+        try:
+            clean[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise UsageError("a metric is a number", where=f"metrics[{name!r}]", found=repr(value)[:80]) from error
+    return clean
+
+
+def _missing_optimizer_bytes(state: Mapping[str, Any]) -> int:
+    """Estimated bytes of optimizer state that the first step will create: two tensors per parameter without any."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return 0
+    total = 0
+    for value in state.values():
+        if isinstance(value, torch.optim.Optimizer):
+            for group in value.param_groups:
+                for parameter in group["params"]:
+                    if parameter.requires_grad and not value.state.get(parameter):
+                        total += 2 * parameter.numel() * max(4, parameter.element_size())
+    return total
+
+
+__all__ = ["Checkpointer", "Counters", "Preparation", "Restored", "Save"]

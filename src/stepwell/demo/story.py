@@ -1,0 +1,299 @@
+"""What the demo does, in order: train undisturbed; train with Stepwell and be killed; resume; compare; look."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json as jsons
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stepwell.demo.compare import Part, compare, read_state
+from stepwell.demo.show import Show
+from stepwell.demo.trainer import Kill, Trainer, agent_of, child_environment, end_agent
+from stepwell.errors import RunBusyError, StepwellError, UsageError
+from stepwell.units import format_bytes, format_seconds
+
+DEFAULT_FOLDER = "stepwell-demo"
+MARKER = "demo.json"
+STEPS = 100
+SAVE_EVERY = 5
+THREADS_MAX = 2
+# A save may be faster than the kill that is meant for it; then the next ones are tried.
+TRIES_MAX = 3
+KILLS = ((0.42, False), (0.77, True))  # when, as a share of all steps, and whether the agent dies too
+
+PARTS = {
+    "model": "weights",
+    "optim": "optimizer state",
+    "sched": "learning-rate schedule",
+    "data": "place in the data",
+    "random": "random number generators",
+    "losses": "losses of all steps",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where, how long, and with what model. `sizes` are arguments of `train.build`."""
+
+    folder: Path
+    steps: int
+    save_every: int
+    threads: int
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "trainer.log"
+
+    def final(self, name: str) -> Path:
+        return self.folder / f"{name}.npz"
+
+
+def run(
+    folder: Path | None = None,
+    *,
+    json: bool = False,
+    steps: int = STEPS,
+    save_every: int = SAVE_EVERY,
+    sizes: Mapping[str, Any] | None = None,
+) -> int:
+    """Run the demo in `folder` (`./stepwell-demo`) and leave the run there to be looked at.
+
+    Prints the story to stdout; with `json` to stderr, and one JSON document to stdout. Returns the exit code: 0 when
+    everything was identical, a save was hit in the middle and `verify` found nothing; else 1.
+    Raises `UsageError` for a folder that is not the demo's own, `StepwellError` when a training ends by itself.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise StepwellError("the demo trains with torch, which is not installed", todo="pip install 'stepwell[torch]'")
+    if steps < 4 * save_every or save_every < 1:
+        raise UsageError("too few steps for the demo", expected=f"at least {4 * save_every}", found=steps)
+    threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
+    plan = Plan((folder or Path(DEFAULT_FOLDER)).absolute(), steps, save_every, threads, sizes or {})
+    show = Show(sys.stderr if json else sys.stdout)
+    with _claimed(plan):
+        try:
+            return _tell(plan, show, json)
+        finally:
+            end_agent(plan.run)  # after a close there is none; after Ctrl-C one would wait for its trainer
+
+
+@contextmanager
+def _claimed(plan: Plan) -> Iterator[None]:
+    """Make the folder the demo's, empty it of an earlier demo's files, and keep other demos out meanwhile."""
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    marker = plan.folder / MARKER
+    if not marker.is_file() and any(plan.folder.iterdir()):
+        raise UsageError(
+            "this folder is not the demo's own",
+            where=plan.folder,
+            expected=f"no folder, an empty one, or one of an earlier demo (it holds {MARKER})",
+            todo="name another folder",
+        )
+    with open(marker, "a", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunBusyError("another demo is running in this folder", where=plan.folder) from None
+        end_agent(plan.run)
+        if plan.run.exists():
+            shutil.rmtree(plan.run)
+        for file in (plan.log, plan.final("undisturbed"), plan.final("resumed")):
+            file.unlink(missing_ok=True)
+        yield
+
+
+def _tell(plan: Plan, show: Show, json: bool) -> int:
+    started = time.monotonic()
+    show.title("Stepwell demo")
+    show.say(
+        f"A small GPT learns English from Python's own documentation: {plan.steps} steps, on "
+        f"{plan.threads} CPU thread{'s' if plan.threads > 1 else ''}. The same training runs twice: once in peace, and "
+        "once with Stepwell, killed with SIGKILL in the middle of a save – twice. Both must end in the same bits."
+    )
+    show.heading(1, 4, "In peace, without Stepwell: what the result must be")
+    parameters = _train_in_peace(plan, show)
+    show.heading(2, 4, f"With Stepwell: saved every {plan.save_every} steps, killed twice, resumed twice")
+    kills = _train_and_die(plan, show)
+    show.heading(3, 4, "Compared, bit for bit")
+    parts = compare(read_state(plan.final("undisturbed")), read_state(plan.final("resumed")), PARTS)
+    show.comparison(parts)
+    show.heading(4, 4, "What is on the disk now")
+    looks = {command: _look(plan, show, command, json) for command in ("ls", "verify")}
+
+    equal = all(part.difference is None for part in parts)
+    hit = all(any(kill.in_the_middle for kill in kills if kill.agent_too == both) for _, both in KILLS)
+    fine = equal and hit and all(code == 0 for code, _ in looks.values())
+    _conclude(plan, show, kills, equal, hit, time.monotonic() - started)
+    result = {
+        "ok": fine,
+        "equal": equal,
+        "killed_in_the_middle": hit,
+        "seconds": round(time.monotonic() - started, 3),
+        "folder": str(plan.folder),
+        "run": str(plan.run),
+        "steps": plan.steps,
+        "parameters": parameters,
+        "threads": plan.threads,
+        "kills": [{**asdict(kill), "in_the_middle": kill.in_the_middle} for kill in kills],
+        "comparison": [{**asdict(part), "equal": part.difference is None} for part in parts],
+        **{command: {"exit_code": code, "result": document} for command, (code, document) in looks.items()},
+    }
+    (plan.folder / MARKER).write_text(jsons.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if json:
+        print(jsons.dumps(result, indent=2))
+    return 0 if fine else 1
+
+
+def _arguments(plan: Plan, name: str) -> list[str]:
+    return [
+        *("--final", str(plan.final(name))),
+        *("--steps", str(plan.steps)),
+        *("--save-every", str(plan.save_every)),
+        *("--threads", str(plan.threads)),
+        *("--sizes", jsons.dumps(dict(plan.sizes))),
+    ]
+
+
+def _train_in_peace(plan: Plan, show: Show) -> int:
+    with Trainer(_arguments(plan, "undisturbed"), plan.log) as trainer:
+        events = trainer.events()
+        parameters: int = next(events)["parameters"]
+        show.say(f"{parameters:,} parameters, AdamW, dropout, shuffled data")
+        with show.steps(1, plan.steps) as progress:
+            for event in events:
+                progress(event["step"], event["loss"])
+    return parameters
+
+
+def _train_and_die(plan: Plan, show: Show) -> list[Kill]:
+    """Train to the end, killed on the way as often as `KILLS` says; each kill has a few tries to hit a save."""
+    kills: list[Kill] = []
+    for share, agent_too in KILLS:
+        after = int(share * plan.steps)
+        for _ in range(TRIES_MAX):
+            kill = _train(plan, show, kill_after=after, agent_too=agent_too)
+            if kill is None:
+                return kills  # no save was left to hit: the training is done
+            kills.append(kill)
+            _say_kill(show, kill)
+            if kill.in_the_middle:
+                break
+            after = kill.step
+    _train(plan, show)
+    return kills
+
+
+def _train(plan: Plan, show: Show, *, kill_after: int | None = None, agent_too: bool = False) -> Kill | None:
+    """Start or resume the training; kill it in the first save after step `kill_after`. None when it came to its end."""
+    with Trainer([*_arguments(plan, "resumed"), "--run", str(plan.run)], plan.log) as trainer:
+        events = trainer.events()
+        restored = next(events)["restored"]
+        show.say(
+            "a new process starts at step 1" if restored is None else f"a new process resumes after step {restored}"
+        )
+        agent = agent_of(plan.run) if agent_too else None
+        try:
+            with show.steps((restored or 0) + 1, plan.steps) as progress:
+                for event in events:
+                    save = event["save"]
+                    if kill_after is not None and event["step"] > kill_after and save and not save["done"]:
+                        return trainer.kill(plan.run, event["step"], save["blocked_seconds"], agent)
+                    progress(event["step"], event["loss"])
+        finally:
+            if agent is not None:
+                os.close(agent)
+    return None
+
+
+def _say_kill(show: Show, kill: Kill) -> None:
+    victims = "the trainer and Stepwell's agent" if kill.agent_too else "the trainer"
+    show.say(
+        f"step {kill.step}: save() came back after {format_seconds(kill.blocked_seconds)}, the disk still at work – "
+        f"SIGKILL to {victims}",
+        "bold yellow",
+    )
+    if kill.committed_at_kill:
+        show.say(f"The disk was faster: step {kill.step} was committed already. Trying again with a later save.")
+    elif kill.commit_seconds is not None:
+        show.say(
+            f"At the kill step {kill.step} was not committed. The agent, a process of its own, finished it: committed "
+            f"{format_seconds(kill.commit_seconds)} after the trainer's death."
+        )
+    else:
+        newest = "none" if kill.newest_step is None else f"step {kill.newest_step}"
+        show.say(
+            f"Nobody was left to finish step {kill.step}, so it is absent, not half there. Newest committed step: "
+            f"{newest}."
+        )
+
+
+def _look(plan: Plan, show: Show, command: str, json: bool) -> tuple[int, Any]:
+    """Run a command of Stepwell on the run, for the reader to see; with `json`, return what it says."""
+    show.raw(f"$ {_stepwell()} {command} {_short(plan.run)}", "bold")
+    arguments = [sys.executable, "-m", "stepwell", command, str(plan.run)]
+    if not json:
+        show.console.file.flush()
+        return subprocess.run(arguments, env=child_environment(), check=False).returncode, None
+    done = subprocess.run([*arguments, "--json"], env=child_environment(), stdout=subprocess.PIPE, check=False)
+    try:
+        return done.returncode, jsons.loads(done.stdout)
+    except ValueError:
+        return done.returncode, None
+
+
+def _conclude(plan: Plan, show: Show, kills: list[Kill], equal: bool, hit: bool, seconds: float) -> None:
+    show.blank()
+    if not equal:
+        show.title("NOT the same: the resumed training differs from the undisturbed one (see above)")
+    elif not hit:
+        show.title("The same bits, but no kill hit a save in the middle: this disk was faster each time. Run it again.")
+    else:
+        show.title(f"Killed in the middle of a save, twice, and the same bits in the end ({format_seconds(seconds)})")
+    command, run = _stepwell(), _short(plan.run)
+    python = shlex.quote(_short(Path(sys.executable)))
+    size = sum(file.stat().st_size for file in plan.folder.rglob("*") if file.is_file())
+    show.say("Try next:")
+    for line, why in (
+        (f"{command} show {run}", "everything about the newest step"),
+        (f"{command} diff {run} {plan.steps - plan.save_every} {plan.steps}", "what the last steps changed"),
+        (f"{command} export {run} {plan.steps} gpt.safetensors --format safetensors", "take the state elsewhere"),
+        (f"{python} -m stepwell.demo.train --run {run} --steps {2 * plan.steps}", "train on; kill -9 it, run it again"),
+    ):
+        show.raw(f"# {why}", "dim")
+        show.raw(line)
+    show.say(f"The script that was trained with: {_short(Path(__file__).with_name('train.py'))}")
+    show.say(f"Everything is in {_short(plan.folder)} ({format_bytes(size)}); delete it when you are done.")
+
+
+def _stepwell() -> str:
+    """How the reader can call this very installation."""
+    script = Path(sys.executable).with_name("stepwell")
+    on_path = shutil.which("stepwell")
+    if on_path and script.exists() and os.path.samefile(on_path, script):
+        return "stepwell"
+    if script.exists():
+        return shlex.quote(_short(script))
+    return f"{shlex.quote(_short(Path(sys.executable)))} -m stepwell"
+
+
+def _short(path: Path) -> str:
+    """A path as one types it: relative when it is below the current folder."""
+    try:
+        return str(path.absolute().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

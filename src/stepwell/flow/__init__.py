@@ -1,0 +1,1 @@
+"""Pure decisions: facts in, plans out; others carry them out."""

@@ -1,0 +1,245 @@
+"""What a run folder holds. Reads only; treats every file as coming from a stranger."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from stepwell.errors import DamagedError, NoSuchStepError, NotARunError, UsageError
+from stepwell.flow.retain import AttemptFacts, StepFacts, lineage, newest
+from stepwell.store import layout as layouts
+from stepwell.store import names
+from stepwell.store.checksum import hex_digest
+from stepwell.store.manifest import (
+    DOCUMENT_BYTES_MAX,
+    AttemptDocument,
+    Document,
+    Manifest,
+    RunDocument,
+    decode,
+    metrics_from_json,
+)
+
+LAYOUT_BYTES_MAX = 8 << 30
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step folder that has a manifest.
+
+    `problem` is None for a whole step; otherwise it says in words why the step cannot be read, and `manifest` may be
+    None. `state_bytes` is the unique state, `stored_bytes` the size of its files.
+    """
+
+    key: str
+    step: int
+    attempt: int
+    manifest: Manifest | None = field(repr=False)
+    problem: str | None
+    in_lineage: bool = False
+    newest: bool = False
+    tier: int = 0
+
+    @property
+    def parent(self) -> str | None:
+        return self.manifest.parent if self.manifest else None
+
+    @property
+    def state_bytes(self) -> int:
+        return self.manifest.state_bytes if self.manifest else 0
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(pack.bytes for pack in self.manifest.packs) if self.manifest else 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return metrics_from_json(self.manifest.metrics) if self.manifest else {}
+
+    @property
+    def created(self) -> str:
+        return self.manifest.created if self.manifest else ""
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """A run as it was when it was read. `steps` are in the order attempt, step; `newest` is what a restore takes."""
+
+    root: str
+    run: RunDocument
+    attempts: tuple[AttemptDocument, ...]
+    steps: tuple[Step, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def newest(self) -> Step | None:
+        return next((step for step in self.steps if step.newest), None)
+
+    def facts(self) -> dict[str, StepFacts]:
+        return {
+            step.key: StepFacts(
+                key=step.key,
+                step=step.step,
+                attempt=step.attempt,
+                parent=step.parent,
+                metrics=step.metrics,
+                bytes=step.stored_bytes,
+                readable=step.problem is None,
+            )
+            for step in self.steps
+        }
+
+    def attempt_facts(self) -> list[AttemptFacts]:
+        return [AttemptFacts(number=one.attempt, parent=one.parent) for one in self.attempts]
+
+    def by_key(self, key: str) -> Step | None:
+        return next((step for step in self.steps if step.key == key), None)
+
+    def find(self, step: int | str) -> Step:
+        """The step of this number, in the current lineage if it is there, else of the highest attempt; or the step of
+        this key. Raises `NoSuchStepError` with what there is."""
+        if isinstance(step, str) and names.parse_step_key(step):
+            found = self.by_key(step)
+            candidates = [found] if found else []
+        else:
+            try:
+                number = int(step)
+            except ValueError:
+                raise UsageError("not a step", expected="a number or a key like 000000001000-0003", found=step) from None
+            candidates = [one for one in self.steps if one.step == number]
+            candidates.sort(key=lambda one: (one.problem is None, one.in_lineage, one.attempt))
+        if not candidates:
+            there = ", ".join(one.key for one in self.steps[-8:]) or "no committed step"
+            raise NoSuchStepError(
+                "the run has no such committed step", where=self.root, expected=str(step), found=there
+            )
+        return candidates[-1]
+
+    def fallbacks(self) -> list[Step]:
+        """Steps in the order in which a restore tries them: the newest, its lineage, then the rest, newest first."""
+        facts = self.facts()
+        tip = self.newest.key if self.newest else None
+        order = lineage(facts, tip, self.attempt_facts())
+        rest = sorted((s for s in self.steps if s.key not in order), key=lambda s: (-s.attempt, -s.step))
+        chain = [step for key in order if (step := self.by_key(key)) is not None]
+        return chain + rest
+
+
+def read_small(path: str, size_max: int = DOCUMENT_BYTES_MAX) -> bytes:
+    """A whole regular file of bounded size. Raises `DamagedError` for a link, a device or something too large."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(fd)
+        if not (status.st_mode & 0o170000) == 0o100000 or status.st_size > size_max:
+            raise DamagedError("not a small regular file", where=path, found=f"{status.st_size} bytes")
+        with os.fdopen(os.dup(fd), "rb") as file:
+            return file.read(size_max + 1)
+    finally:
+        os.close(fd)
+
+
+def read_document(path: str, kind: type[Document]) -> Document:
+    return decode(read_small(path), kind, path)
+
+
+def is_run(root: str) -> bool:
+    return os.path.isfile(os.path.join(root, names.RUN_FILE))
+
+
+def read(root: str | os.PathLike[str], known: Mapping[str, Step] | None = None) -> Catalogue:
+    """Read a run's catalogue; `known` steps of an earlier reading are not parsed again, only looked for.
+
+    Raises `NotARunError`; damage to single files becomes `problem`s, never an exception.
+    """
+    root = os.path.abspath(os.fspath(root))
+    try:
+        run = read_document(os.path.join(root, names.RUN_FILE), RunDocument)
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotARunError(
+            "there is no Stepwell run here", where=root, expected=f"a folder with {names.RUN_FILE}"
+        ) from None
+    problems: list[str] = []
+    attempts = _read_attempts(root, problems)
+    steps: list[Step] = []
+    for name in _listed(os.path.join(root, names.STEPS)):
+        parsed = names.parse_step_key(name)
+        folder = os.path.join(root, names.STEPS, name)
+        if parsed is None or not os.path.lexists(os.path.join(folder, names.MANIFEST)):
+            continue
+        before = known.get(name) if known else None
+        if before is not None and before.problem is None and before.manifest is not None:
+            steps.append(replace(before, problem=missing_parts(folder, before.manifest)))
+        else:
+            steps.append(_read_step(root, name, *parsed, run))
+    steps.sort(key=lambda step: (step.attempt, step.step))
+    bare = Catalogue(root, run, attempts, tuple(steps), tuple(problems))
+    facts = bare.facts()
+    tip = newest(facts, bare.attempt_facts())
+    line = set(lineage(facts, tip, bare.attempt_facts()))
+    marked = tuple(replace(step, in_lineage=step.key in line, newest=step.key == tip) for step in steps)
+    return replace(bare, steps=marked)
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _read_attempts(root: str, problems: list[str]) -> tuple[AttemptDocument, ...]:
+    attempts = []
+    for name in _listed(os.path.join(root, names.ATTEMPTS)):
+        number = names.parse_attempt_file(name)
+        if number is None:
+            continue
+        try:
+            document = read_document(os.path.join(root, names.ATTEMPTS, name), AttemptDocument)
+            if document.attempt != number:
+                raise DamagedError("an attempt has another number than its name", where=name, found=document.attempt)
+            attempts.append(document)
+        except (DamagedError, OSError) as error:
+            problems.append(f"attempt {number}: {error}")
+    return tuple(sorted(attempts, key=lambda document: document.attempt))
+
+
+def _read_step(root: str, key: str, step: int, attempt: int, run: RunDocument) -> Step:
+    folder = os.path.join(root, names.STEPS, key)
+    path = os.path.join(folder, names.MANIFEST)
+    try:
+        manifest = read_document(path, Manifest)
+        if manifest.key != key:
+            raise DamagedError("the manifest belongs to another step", where=path, expected=key, found=manifest.key)
+        if manifest.run != run.run:
+            raise DamagedError(
+                "the manifest belongs to another run", where=path, expected=run.run, found=manifest.run
+            )
+    except (DamagedError, OSError) as error:
+        return Step(key, step, attempt, None, str(error))
+    return Step(key, step, attempt, manifest, missing_parts(folder, manifest))
+
+
+def missing_parts(folder: str, manifest: Manifest) -> str | None:
+    """Why the files that a manifest names are not all there at their sizes, or None when they are."""
+    for pack in manifest.packs:
+        try:
+            size = os.lstat(os.path.join(folder, pack.name)).st_size
+        except OSError:
+            return f"incomplete copy: {pack.name} is missing"
+        if size != pack.bytes:
+            return f"incomplete copy: {pack.name} has {size} bytes, expected {pack.bytes}"
+    return None
+
+
+def read_layout(root: str, layout_hash: str) -> layouts.Layout:
+    """A layout, checked against the hash that names it. Raises `DamagedError` also when it is missing."""
+    path = os.path.join(root, names.LAYOUTS, names.layout_file(layout_hash))
+    try:
+        data = read_small(path, LAYOUT_BYTES_MAX)
+    except FileNotFoundError:
+        raise DamagedError("the layout is missing", where=path) from None
+    found = hex_digest(data)
+    if found != layout_hash:
+        raise DamagedError("the layout's checksum is wrong", where=path, expected=layout_hash, found=found)
+    return layouts.parse(data, path)

@@ -1,0 +1,68 @@
+"""Reading a step without a model: tensors and values as they were saved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import numpy as np
+
+from stepwell.errors import NoSuchStepError
+from stepwell.restore import catalogue as catalogues
+from stepwell.restore.catalogue import Step
+from stepwell.restore.read import OpenStep, open_step
+from stepwell.state import Copy, from_bytes, matches, rebuild
+
+
+def steps(run: str | os.PathLike[str]) -> list[Step]:
+    """The committed steps of a run, by attempt and step. Raises `NotARunError`."""
+    return list(catalogues.read(run).steps)
+
+
+def load(
+    run: str | os.PathLike[str],
+    step: int | str | None = None,
+    *,
+    names: str | Iterable[str] | None = None,
+    to: Literal["saved", "numpy"] = "saved",
+    allow_pickle: bool = False,
+) -> Any:
+    """The state of a step (the newest by default) in its own nesting, every byte checked, without building a model.
+
+    Objects come back as the dicts that their `state_dict()` gave. Tensors are torch tensors where they were saved as
+    such (`to="numpy"` gives arrays; bfloat16 and 8-bit floats then as unsigned integers of their bits), on the host.
+    `names="model.*"` reads only what matches. Raises `NotARunError`, `NoSuchStepError`, `DamagedError`.
+    """
+    catalogue = catalogues.read(run)
+    chosen = catalogue.newest if step is None else catalogue.find(step)
+    if chosen is None:
+        raise NoSuchStepError("the run has no committed step", where=catalogue.root)
+    patterns = [names] if isinstance(names, str) else None if names is None else list(names)
+    opened = open_step(catalogue.root, chosen)
+    try:
+        saved = opened.saved(allow_pickle=allow_pickle)
+        tensors = read_tensors(opened, patterns, as_numpy=to == "numpy")
+        return rebuild(saved, tensors.__getitem__, names=patterns)
+    finally:
+        opened.close()
+
+
+def read_tensors(opened: OpenStep, patterns: list[str] | None, *, as_numpy: bool) -> dict[int, Any]:
+    """The stored tensors of a step whose name (or whose alias's name) matches, by index."""
+    layout = opened.layout
+    wanted = {
+        (i if alias < 0 else alias)
+        for i, alias in enumerate(layout.alias_of)
+        if patterns is None or matches(layout.names[i], patterns)
+    }
+    if not as_numpy and any(layout.specs[i].kind == "torch" for i in wanted):
+        import torch  # noqa: F401  asked for by the data: torch tensors were saved
+    rooms: dict[int, np.ndarray[Any, Any]] = {}
+    copies = []
+    for i in sorted(wanted):
+        room = np.empty(layout.specs[i].nbytes, dtype=np.uint8)
+        rooms[i] = room
+        copies.append(Copy(i, room.ctypes.data if room.size else 0, None))
+    opened.fill(copies)
+    return {i: from_bytes(layout.specs[i], room, as_numpy=as_numpy) for i, room in rooms.items()}

@@ -1,0 +1,447 @@
+"""The bytes of a committed step: from packs or from a slot, in parallel, every chunk checked before it counts."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import time
+import uuid
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from stepwell.errors import DamagedError
+from stepwell.restore.catalogue import Step, read_layout
+from stepwell.state import Copy, Saved, decode_values
+from stepwell.store import names, pack
+from stepwell.store.checksum import CHUNK_BYTES, digest
+from stepwell.store.layout import PAGE_BYTES, Layout, round_up
+from stepwell.store.manifest import Manifest
+from stepwell.store.pack import PackHeader
+
+UNIT_BYTES = 2 * CHUNK_BYTES
+READ_THREADS = 4
+PIN_BUMP_SECONDS = 5.0
+
+
+class Source(Protocol):
+    """Where a pack's bytes come from."""
+
+    where: str
+
+    def read(self, begin: int, end: int, room: memoryview) -> memoryview:
+        """The data bytes [begin, end): a view of them, in `room` or in place. `begin` is a multiple of 4 MiB."""
+
+    def read_into(self, begin: int, end: int, address: int) -> bool:
+        """Put the bytes straight at `address` if that is cheap here; False when it is not: `read` them then."""
+
+    def close(self) -> None:
+        """Let go."""
+
+
+class FileSource:
+    """A pack on disk. What the page cache holds comes from there; the rest is read with O_DIRECT where possible."""
+
+    def __init__(self, path: str, header_bytes: int) -> None:
+        self.where, self.header_bytes = path, header_bytes
+        self.fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            self.direct_fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError:
+            self.direct_fd = -1
+        self.cached_reads = True
+
+    def read(self, begin: int, end: int, room: memoryview) -> memoryview:
+        size = end - begin
+        have = self._read_cached(begin, room[:size])
+        if have < size and self.direct_fd >= 0 and have == 0:
+            have = self._read_direct(begin, room[: round_up(size, PAGE_BYTES)])
+        while have < size:
+            count = os.preadv(self.fd, [room[have:size]], self.header_bytes + begin + have)
+            if count == 0:
+                raise DamagedError("the pack ends too early", where=self.where, found=f"{begin + have} bytes of data")
+            have += count
+        return room[:size]
+
+    def read_into(self, begin: int, end: int, address: int) -> bool:
+        target = memoryview((ctypes.c_uint8 * (end - begin)).from_address(address)).cast("B")
+        return self._read_cached(begin, target) == end - begin
+
+    def _read_cached(self, begin: int, room: memoryview) -> int:
+        """Bytes got from the page cache without touching the disk."""
+        if not self.cached_reads:
+            return 0
+        try:
+            return os.preadv(self.fd, [room], self.header_bytes + begin, os.RWF_NOWAIT)
+        except OSError as error:
+            if error.errno != errno.EAGAIN:
+                self.cached_reads = False  # the file system cannot say what is cached
+            return 0
+
+    def _read_direct(self, begin: int, room: memoryview) -> int:
+        try:
+            return os.preadv(self.direct_fd, [room], self.header_bytes + begin)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return 0
+
+    def close(self) -> None:
+        for fd in (self.fd, self.direct_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self.direct_fd = -1
+
+
+class SlotSource:
+    """A pack's image in a slot of the agent: the memory tier."""
+
+    def __init__(self, view: memoryview, where: str) -> None:
+        self.view, self.where = view, where
+
+    def read(self, begin: int, end: int, room: memoryview) -> memoryview:
+        return self.view[begin:end]
+
+    def read_into(self, begin: int, end: int, address: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.view.release()
+
+
+@dataclass
+class OpenStep:
+    """A step whose manifest, layout, pack headers and values are read and checked; its tensors can be filled in."""
+
+    step: Step
+    manifest: Manifest
+    layout: Layout
+    headers: list[PackHeader]
+    sources: list[Source]
+    values: bytes
+    tier: str
+    touched: bool = False  # True once a destination may have been written to
+
+    def saved(self, *, allow_pickle: bool) -> Saved:
+        """What `state.match` needs. Raises `DamagedError` for values that cannot be decoded."""
+        return Saved(
+            names=self.layout.names,
+            specs=self.layout.specs,
+            alias_of=self.layout.alias_of,
+            skeleton=self.layout.skeleton,
+            values=decode_values(self.values, allow_pickle=allow_pickle),
+        )
+
+    def fill(self, copies: Iterable[Copy], progress: Callable[[int], None] | None = None) -> int:
+        """Read, check and deliver the bytes of the copies, in parallel. Returns the bytes delivered.
+
+        Only the chunks that are needed are read. Raises `DamagedError` that names what was damaged; what has been
+        delivered by then stays.
+        """
+        plans: list[list[_Target]] = [[] for _ in self.sources]
+        total = 0
+        for copy in copies:
+            self.touched = True
+            size = self.layout.specs[copy.index].nbytes
+            begin = int(self.layout.offsets[copy.index])
+            plans[int(self.layout.pack_index[copy.index])].append(_Target(begin, begin + size, copy))
+            total += size
+            if not size and copy.store is not None:
+                copy.store(np.empty(0, dtype=np.uint8))
+        for targets in plans:
+            targets.sort(key=lambda target: target.begin)
+        self._run(plans, progress, only_needed=True)
+        return total
+
+    def damage(self, progress: Callable[[int], None] | None = None) -> list[str]:
+        """Read and check every chunk; each damaged one in words, with the tensors that lie in it."""
+        return self._run([[] for _ in self.sources], progress, only_needed=False)
+
+    def _run(
+        self, plans: list[list[_Target]], progress: Callable[[int], None] | None, *, only_needed: bool
+    ) -> list[str]:
+        rooms = threading.local()
+        stop = threading.Event()
+        found: list[str] = []
+
+        def work(unit: tuple[int, int, int]) -> None:
+            if stop.is_set():
+                return
+            index, begin, end = unit
+            if not hasattr(rooms, "view"):
+                rooms.view = memoryview(mmap.mmap(-1, UNIT_BYTES))
+            targets = _overlapping(plans[index], begin, end)
+            bad = self._deliver(index, begin, end, targets, rooms.view)
+            if bad:
+                found.extend(bad)
+                if only_needed:
+                    stop.set()
+            if progress:
+                progress(end - begin)
+
+        with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="read") as pool, _pinned(self) as bump:
+
+            def guarded(unit: tuple[int, int, int]) -> None:
+                bump()
+                work(unit)
+
+            try:
+                for _ in pool.map(guarded, self._units(plans, only_needed=only_needed)):
+                    pass
+            finally:
+                stop.set()
+        if found and only_needed:
+            raise DamagedError(
+                f"step {self.manifest.step} is damaged", where=self.sources[0].where, found="; ".join(found[:5])
+            )
+        return found
+
+    def _units(self, plans: list[list[_Target]], *, only_needed: bool) -> Iterator[tuple[int, int, int]]:
+        for index, header in enumerate(self.headers):
+            for begin in range(0, header.data_bytes, UNIT_BYTES):
+                end = min(begin + UNIT_BYTES, header.data_bytes)
+                if not only_needed:
+                    yield index, begin, end
+                    continue
+                # A chunk is the smallest thing that can be checked: skip the half of a unit that nobody needs.
+                middle = min(begin + CHUNK_BYTES, end)
+                first = bool(_overlapping(plans[index], begin, middle))
+                second = middle < end and bool(_overlapping(plans[index], middle, end))
+                if first or second:
+                    yield index, begin if first else middle, end if second else middle
+
+    def _deliver(
+        self, index: int, begin: int, end: int, targets: list[_Target], room: memoryview
+    ) -> list[str]:
+        source = self.sources[index]
+        if len(targets) == 1 and targets[0].begin <= begin and targets[0].end >= end:
+            address = targets[0].at(begin)
+            if source.read_into(begin, end, address):
+                whole = memoryview((ctypes.c_uint8 * (end - begin)).from_address(address)).cast("B")
+                bad = self._check(index, begin, whole)
+                if not bad:
+                    targets[0].delivered(end - begin)
+                return bad
+        data = source.read(begin, end, room)
+        bad = self._check(index, begin, data)
+        if bad:
+            return bad
+        base = np.frombuffer(data, dtype=np.uint8).ctypes.data - begin
+        for target in targets:
+            low, high = max(begin, target.begin), min(end, target.end)
+            ctypes.memmove(target.at(low), base + low, high - low)
+            target.delivered(high - low)
+        return []
+
+    def _check(self, index: int, begin: int, data: memoryview) -> list[str]:
+        bad = []
+        for at in range(0, len(data), CHUNK_BYTES):
+            chunk = (begin + at) // CHUNK_BYTES
+            if digest(data[at : at + CHUNK_BYTES]) != self.headers[index].digests[chunk]:
+                low, high = begin + at, min(begin + at + CHUNK_BYTES, self.headers[index].data_bytes)
+                names_there = self._names_in(index, low, high)
+                bad.append(f"{os.path.basename(self.sources[index].where)} chunk {chunk} ({names_there})")
+        return bad
+
+    def _names_in(self, index: int, low: int, high: int) -> str:
+        layout = self.layout
+        inside = [
+            layout.names[i]
+            for i in layout.stored
+            if layout.pack_index[i] == index and layout.offsets[i] < high and layout.offsets[i] + layout.sizes[i] > low
+        ]
+        if high > self.headers[index].values_begin:
+            inside.append("plain values")
+        return ", ".join(inside[:3]) + (f" and {len(inside) - 3} more" if len(inside) > 3 else "")
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
+
+
+class _Target:
+    """Where the bytes [begin, end) of a pack go. Bytes for `copy.store` are gathered first, then handed over."""
+
+    __slots__ = ("_address", "_left", "_lock", "_room", "begin", "copy", "end")
+
+    def __init__(self, begin: int, end: int, copy: Copy) -> None:
+        self.begin, self.end, self.copy = begin, end, copy
+        self._address = copy.address
+        self._left = end - begin
+        self._room: np.ndarray | None = None
+        self._lock = threading.Lock()
+
+    def at(self, position: int) -> int:
+        """The host address for a pack position; the room for a tensor that is handed over is made at first use."""
+        if not self._address:
+            with self._lock:
+                if not self._address:
+                    self._room = np.empty(self.end - self.begin, dtype=np.uint8)
+                    self._address = self._room.ctypes.data
+        return self._address + position - self.begin
+
+    def delivered(self, count: int) -> None:
+        if self.copy.store is None:
+            return
+        with self._lock:
+            self._left -= count
+            if self._left:
+                return
+            room, self._room = self._room, None
+        if room is not None:
+            self.copy.store(room)
+
+
+def _overlapping(targets: list[_Target], begin: int, end: int) -> list[_Target]:
+    """The targets (sorted, disjoint) that have bytes in [begin, end)."""
+    low = bisect_right(targets, begin, key=lambda target: target.begin)
+    if low and targets[low - 1].end > begin:
+        low -= 1
+    high = low
+    while high < len(targets) and targets[high].begin < end:
+        high += 1
+    return [target for target in targets[low:high] if target.end > target.begin]
+
+
+@contextmanager
+def _pinned(opened: OpenStep) -> Iterator[Callable[[], None]]:
+    """Hold a pin in the step's folder, so that no pruner takes the packs away; without write access, no pin."""
+    if not isinstance(opened.sources[0], FileSource):
+        yield lambda: None
+        return
+    path = os.path.join(os.path.dirname(opened.sources[0].where), f"pin-{uuid.uuid4().hex[:16]}")
+    count, last = 0, time.monotonic()
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        os.write(fd, b"0")
+    except OSError:
+        yield lambda: None
+        return
+
+    def bump() -> None:
+        nonlocal count, last
+        if time.monotonic() - last > PIN_BUMP_SECONDS:
+            last, count = time.monotonic(), count + 1
+            with suppress(OSError):
+                os.pwrite(fd, str(count).encode(), 0)
+
+    try:
+        yield bump
+    finally:
+        os.close(fd)
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def open_step(root: str, step: Step) -> OpenStep:
+    """Open a step from its packs. Raises `DamagedError` when manifest, layout, a header or the values are damaged."""
+    if step.manifest is None or step.problem is not None:
+        raise DamagedError(f"step {step.step} cannot be read", where=step.key, found=step.problem)
+    layout = read_layout(root, step.manifest.layout)
+    folder = os.path.join(root, names.STEPS, step.key)
+
+    def header_of(index: int) -> tuple[bytes, int, str]:
+        reference = step.manifest.packs[index]  # type: ignore[union-attr]
+        path = os.path.join(folder, reference.name)
+        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW)) as file:
+            return file.read(layout.packs[index].header_bytes), os.fstat(file.fileno()).st_size, path
+
+    def source_of(index: int, header: PackHeader, path: str) -> Source:
+        return FileSource(path, header.header_bytes)
+
+    return _open(step, layout, header_of, source_of, "0")
+
+
+def open_slot(root: str, step: Step, fd: int, size: int) -> OpenStep:
+    """Open a step from the agent's slot that holds it; its descriptor stays the caller's.
+
+    The manifest on disk vouches for the headers in the slot, and those for every chunk.
+    """
+    if step.manifest is None:
+        raise DamagedError(f"step {step.step} cannot be read", where=step.key, found=step.problem)
+    layout = read_layout(root, step.manifest.layout)
+    if layout.slot_bytes(step.manifest.values_bytes) > size:
+        raise DamagedError("the slot is too small for its step", where=step.key, found=size)
+    view = memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ))
+
+    def header_of(index: int) -> tuple[bytes, int, str]:
+        plan = layout.packs[index]
+        head = bytes(view[plan.image_offset : plan.image_offset + plan.header_bytes])
+        return head, step.manifest.packs[index].bytes, f"memory tier, step {step.key}"  # type: ignore[union-attr]
+
+    def source_of(index: int, header: PackHeader, where: str) -> Source:
+        begin = layout.packs[index].image_offset + header.header_bytes
+        return SlotSource(view[begin : begin + header.data_bytes], where)
+
+    return _open(step, layout, header_of, source_of, "memory")
+
+
+def _open(
+    step: Step,
+    layout: Layout,
+    header_of: Callable[[int], tuple[bytes, int, str]],
+    source_of: Callable[[int, PackHeader, str], Source],
+    tier: str,
+) -> OpenStep:
+    manifest = step.manifest
+    assert manifest is not None
+    if len(manifest.packs) != len(layout.packs):
+        raise DamagedError(
+            "the manifest and its layout disagree", where=step.key, expected=len(layout.packs), found=manifest.packs
+        )
+    headers: list[PackHeader] = []
+    sources: list[Source] = []
+    try:
+        for index, plan in enumerate(layout.packs):
+            data, file_bytes, where = header_of(index)
+            header = pack.parse(data, file_bytes, where)
+            last = index == len(layout.packs) - 1
+            expected = (
+                manifest.run, manifest.key, manifest.layout, manifest.packs[index].header_xxh3_128,
+                plan.header_bytes, plan.data_bytes, manifest.values_bytes if last else 0, manifest.packs[index].name,
+            )  # fmt: skip
+            found = (
+                header.run, header.key, header.layout, header.hash,
+                header.header_bytes, header.values_begin, header.values_bytes, plan.name,
+            )  # fmt: skip
+            if expected != found:
+                raise DamagedError("a pack is not the one its manifest names", where=where, expected=expected, found=found)
+            headers.append(header)
+            sources.append(source_of(index, header, where))
+        opened = OpenStep(step, manifest, layout, headers, sources, b"", tier)
+        opened.values = _read_values(opened)
+        return opened
+    except OSError as error:
+        for source in sources:
+            source.close()
+        if isinstance(error, FileNotFoundError):
+            raise DamagedError("a pack is missing", where=error.filename) from None
+        raise
+    except BaseException:
+        for source in sources:
+            source.close()
+        raise
+
+
+def _read_values(opened: OpenStep) -> bytes:
+    header, source = opened.headers[-1], opened.sources[-1]
+    begin, end = header.values_begin, header.data_bytes
+    if begin == end:
+        return b""
+    first = begin // CHUNK_BYTES * CHUNK_BYTES
+    room = memoryview(mmap.mmap(-1, round_up(end - first, PAGE_BYTES)))
+    data = source.read(first, end, room)
+    bad = opened._check(len(opened.headers) - 1, first, data)
+    if bad:
+        raise DamagedError(f"step {opened.manifest.step} is damaged", where=source.where, found="; ".join(bad[:5]))
+    return bytes(data[begin - first :])
+
+

@@ -1,0 +1,1 @@
+"""The format on disk, pure: bytes in, bytes out. Knows neither torch nor files."""

@@ -1,0 +1,75 @@
+"""The names of files in a run, the same on every tier. Parsing is exact: what does not match is somebody else's."""
+
+from __future__ import annotations
+
+import re
+
+from stepwell.errors import UsageError
+
+RUN_FILE = "run.json"
+ATTEMPTS = "attempts"
+LAYOUTS = "layouts"
+STEPS = "steps"
+TELEMETRY = "telemetry"
+MANIFEST = "manifest.json"
+CONDEMNED = "condemned"
+TEMPORARY_SUFFIX = ".tmp"
+
+STEP_MAX = 10**12 - 1
+_KEY = re.compile(r"(\d{12})-(\d{4}|[1-9]\d{4,8})")
+_ATTEMPT = re.compile(r"(\d{4}|[1-9]\d{4,8})\.json")
+_PACK = re.compile(r"node(\d{5})-(\d{2,4})\.safetensors")
+_LAYOUT = re.compile(r"([0-9a-f]{32})\.safetensors")
+_PIN = re.compile(r"pin-[0-9a-f]{16}")
+
+
+def step_key(step: int, attempt: int) -> str:
+    """The name of a step's folder. Raises `UsageError` for a step outside 0 … 10¹² - 1."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= STEP_MAX:
+        raise UsageError("a step is a whole number", expected=f"0 to {STEP_MAX}", found=repr(step))
+    return f"{step:012d}-{attempt:04d}"
+
+
+def parse_step_key(name: str) -> tuple[int, int] | None:
+    """(step, attempt) of a folder name, or None when the name is not exactly a key."""
+    match = _KEY.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def attempt_file(attempt: int) -> str:
+    return f"{attempt:04d}.json"
+
+
+def parse_attempt_file(name: str) -> int | None:
+    match = _ATTEMPT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def pack_file(node: int, index: int) -> str:
+    return f"node{node:05d}-{index:02d}.safetensors"
+
+
+def is_pack_file(name: str) -> bool:
+    return _PACK.fullmatch(name) is not None
+
+
+def layout_file(layout_hash: str) -> str:
+    return f"{layout_hash}.safetensors"
+
+
+def parse_layout_file(name: str) -> str | None:
+    match = _LAYOUT.fullmatch(name)
+    return match[1] if match else None
+
+
+def is_pin(name: str) -> bool:
+    return _PIN.fullmatch(name) is not None
+
+
+def is_temporary(name: str) -> bool:
+    """True for a file that a crash may leave behind and that nothing ever refers to."""
+    return name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
+
+
+def temporary(name: str) -> str:
+    return f".{name}{TEMPORARY_SUFFIX}"
