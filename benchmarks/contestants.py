@@ -143,7 +143,7 @@ class TorchSave:
         fsync_path(os.path.dirname(self._path))
 
     def restore(self) -> str:
-        _copy_into(self._state, torch.load(self._path, mmap=False, weights_only=True))
+        _copy_into(self._state, flat_tensors(torch.load(self._path, mmap=False, weights_only=True)))
         return ""
 
     def close(self) -> None:
@@ -262,10 +262,10 @@ class DcpAsync(Dcp):
         self._stager.close()
 
 
-def _copy_into(state: State, loaded: Any) -> None:
-    targets, sources = flat_tensors(state.for_peers()), flat_tensors(loaded)
+def _copy_into(state: State, loaded: dict[str, torch.Tensor]) -> None:
+    targets = flat_tensors(state.for_peers())
     with torch.no_grad():
-        torch._foreach_copy_(list(targets.values()), [sources[name] for name in targets])
+        torch._foreach_copy_(list(targets.values()), [loaded[name] for name in targets])
 
 
 FIRST, LATER = "first", "later"
@@ -286,6 +286,7 @@ class Entry:
     states: str = "abc"
     saves: tuple[str, ...] = (LATER,)
     lazy: bool = False
+    floor: bool = False
     dcp: bool = False
     stepwell: bool = False
     restores: tuple[str, ...] = ()
@@ -320,7 +321,7 @@ _BOTH = (FIRST, LATER)
 _FILES = ("cold", "cached")
 
 ENTRIES = (
-    Entry("memcpy", Memcpy, states="ab"),
+    Entry("memcpy", Memcpy, states="ab", floor=True),
     Entry("stepwell-eager", _stepwell, saves=_BOTH, stepwell=True, restores=("memory", *_FILES)),
     Entry("stepwell-prepared", _stepwell_prepared, states="a", saves=(FIRST,), stepwell=True),
     Entry("stepwell-lazy", _stepwell_lazy, states="ac", saves=_BOTH, lazy=True, stepwell=True),

@@ -110,9 +110,11 @@ def render(results: Path) -> int:
     document = json.loads((results / "samples.json").read_text())
     samples = [Sample(**sample) for sample in document["samples"]]
     judged = verdicts(samples)
-    tables = [*_state_tables(samples), _target_table(judged)]
+    tables = [*state_tables(samples), target_table(judged)]
     notes = _notes(document)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
     for table in tables:
         console.print(table.on_terminal(), "")
     for note in notes:
@@ -196,7 +198,8 @@ _TRAIN_COLUMNS: tuple[_Column, ...] = (
 )
 
 
-def _state_tables(samples: Sequence[Sample]) -> list[Table]:
+def state_tables(samples: Sequence[Sample]) -> list[Table]:
+    """One table for the disk, two for each state of plain tensors, one for training; only what has samples."""
     names = {"a": "(a) 384 tensors", "b": "(b) many small tensors", "c": "(c) GPT with Adam, training meanwhile"}
     tables = []
     for state, title in names.items():
@@ -230,7 +233,8 @@ def _rows(samples: Sequence[Sample], state: str, columns: Sequence[_Column]) -> 
     return tuple(rows)
 
 
-def _target_table(judged: Sequence[Verdict]) -> Table:
+def target_table(judged: Sequence[Verdict]) -> Table:
+    """Every target with its median, its bound and the confidence that few rounds allow."""
     rows = []
     for one in judged:
         sign = "≤" if one.at_most else "≥"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,13 +35,16 @@ class Bench:
     after_round: Callable[[Bench], None]
     samples: list[Sample] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
 
     def add(self, state: str, number: int, contestant: str, kind: str, answer: dict[str, Any]) -> None:
         figures = {name: float(value) for name, value in answer.items() if not isinstance(value, str)}
         notes = {name: value for name, value in answer.items() if isinstance(value, str) and value}
         self.samples.append(Sample(state, number, contestant, kind, figures, notes))
         shown = "  ".join(f"{name.removesuffix('_seconds')} {figures[name]:.3g}" for name in _SHOWN if name in figures)
-        _log.print(f"({state}) round {number + 1}/{self.rounds[state]}  {contestant:18s} {kind:15s} {shown}")
+        minutes, rest = divmod(int(time.monotonic() - self.began), 60)
+        where = f"{minutes:3d}:{rest:02d}  ({state}) round {number + 1}/{self.rounds[state]}"
+        _log.print(f"{where}  {contestant:18s} {kind:15s} {shown}", soft_wrap=True)
 
     def fail(self, state: str, contestant: str, error: Exception) -> None:
         """A contestant that fails is left out from then on, and said to have failed; the others go on."""
@@ -120,7 +124,11 @@ def _turn(bench: Bench, state: str, number: int, entry: Entry, shared: SharedTen
             for step, kind in enumerate(entry.saves):
                 _clear_disk(bench.folder, entry)
                 answer = child.call("save", step)
-                bench.add(state, number, entry.name, kind, answer | opened | _files(bench.folder) | memory.figures())
+                if entry.floor:
+                    answer = {"blocked_seconds": answer["blocked_seconds"]}
+                else:
+                    answer |= opened | _files(bench.folder) | memory.figures()
+                bench.add(state, number, entry.name, kind, answer)
         for kind in entry.restores:
             notes = {}
             if kind == "memory":

@@ -25,6 +25,9 @@ from .states import Tensors, TensorsSpec, Training
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["benchmarks.worker"])
 
+# What contestants print; DCP's process, for one, logs every request.
+LOG = Path(__file__).parent / "out" / "contestants.log"
+
 _ANSWER_SECONDS_MAX = 900
 # Work that a contestant still does right after it has said "durable" belongs to its CPU figure.
 _SETTLE_SECONDS = 0.3
@@ -100,6 +103,10 @@ class Child:
 
 
 def _serve(pipe: Connection, name: str, state: TensorsSpec | float, folder: Path) -> None:
+    LOG.parent.mkdir(exist_ok=True)
+    log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
     worker = Worker(name, state, folder)
     commands: dict[str, Callable[..., Mapping[str, object]]] = {
         "ready": dict,

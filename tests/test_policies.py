@@ -105,6 +105,10 @@ class TestBest:
         assert again is history
         assert policy.decide(moment(5, metrics=metrics, history=again)) == "loss is at its best: 1"
 
+    def test_asking_again_without_the_metric_is_not_due(self) -> None:
+        history = History.for_policy(Best("loss")).with_metrics(5, {"loss": 1.0})
+        assert Best("loss").decide(moment(5, history=history)) is None
+
     def test_the_history_of_the_restored_lineage_counts(self) -> None:
         history = History.for_policy(Best("loss")).with_metrics(100, {"loss": 0.5}).with_metrics(101, {"loss": 0.7})
         assert Best("loss").decide(moment(101, metrics={"loss": 0.7}, history=history)) is None

@@ -342,20 +342,19 @@ class Checkpointer:
             self._background.submit(self._warm_up, slot, layout, flat)
 
     def _copy(self, handle: Save, slot: Slot, layout: Layout, flat: Flat) -> None:
-        stored = [i for i in range(len(flat.names)) if flat.alias_of[i] < 0]
         lazy: list[int] = []
         if self._lazy is not None:
-            stored, lazy = self._lazy.split(flat)
-            if lazy and (self._lazy.audits_left > 0 or slot.fresh):
-                stored, audited, lazy = stored + lazy, lazy, []
-                if self._lazy.audits_left > 0:
-                    self._lazy.audits_left -= 1
-                    self._copy_now(slot, layout, flat, stored)
-                    self._audit = Audit(slot, layout, flat, audited)
-                    return
-        self._copy_now(slot, layout, flat, stored)
+            eager, lazy = self._lazy.split(flat)
+            audited, audit = lazy, bool(lazy) and self._lazy.audits_left > 0
+            if audit or slot.fresh:
+                lazy = []
         if not lazy:
+            self._copy_now(slot, layout, flat, layout.on_host, layout.on_device)
+            if self._lazy is not None and audit:
+                self._lazy.audits_left -= 1
+                self._audit = Audit(slot, layout, flat, audited)
             return
+        self._copy_now(slot, layout, flat, *_by_place(flat, eager))
 
         def finish(error: Exception | None) -> None:
             if isinstance(error, UnsafeSnapshotError) and self._lazy is not None and isinstance(copy, LazyCopy):
@@ -365,8 +364,7 @@ class Checkpointer:
             else:
                 self._settle(handle, error, {})
 
-        on_host = [i for i in lazy if flat.specs[i].device == "cpu"]
-        on_device = [i for i in lazy if flat.specs[i].device != "cpu"]
+        on_host, on_device = _by_place(flat, lazy)
         copy: LazyCopy | DeviceLazyCopy
         if on_device and not on_host:
             copy = DeviceLazyCopy(self._queue_device(slot, layout, flat, on_device), finish)
@@ -377,9 +375,9 @@ class Checkpointer:
         handle._lazy = copy
         self._lazy_save = handle
 
-    def _copy_now(self, slot: Slot, layout: Layout, flat: Flat, indices: list[int]) -> None:
-        on_host = [i for i in indices if flat.specs[i].device == "cpu"]
-        on_device = [i for i in indices if flat.specs[i].device != "cpu"]
+    def _copy_now(
+        self, slot: Slot, layout: Layout, flat: Flat, on_host: list[int], on_device: list[int]
+    ) -> None:
         ticket = self._queue_device(slot, layout, flat, on_device) if on_device else None
         copy_eager(slot, layout, flat, on_host, self._pool)
         if ticket is not None:
@@ -903,7 +901,7 @@ class Checkpointer:
         raise last
 
     def _open_disk(self, catalogue: Catalogue, step: Step) -> OpenStep | None:
-        return open_step(self.run, step)
+        return open_step(self.run, step, self._layout)
 
     def _open_memory(self, catalogue: Catalogue, step: Step) -> OpenStep | None:
         if not step.newest or step.problem is not None or self._pending or not self._linked:
@@ -913,7 +911,7 @@ class Checkpointer:
         try:
             if answer.key != step.key:
                 return None
-            return open_slot(self.run, step, fds[0], answer.bytes)
+            return open_slot(self.run, step, fds[0], answer.bytes, self._layout)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -1036,6 +1034,12 @@ def _forget_in_child() -> None:
 
 atexit.register(_close_all)
 os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _by_place(flat: Flat, indices: list[int]) -> tuple[list[int], list[int]]:
+    """(on the host, on an accelerator)."""
+    on_host = [i for i in indices if flat.specs[i].device == "cpu"]
+    return on_host, [i for i in indices if flat.specs[i].device != "cpu"]
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

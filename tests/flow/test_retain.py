@@ -217,9 +217,25 @@ class TestPlan:
         run.break_step(step_key(300, 2))
         assert run.plan(Keep(last=1)).remove == tuple(keys(100))
 
+    def test_the_step_resumed_from_stays_although_its_place_in_the_lineage_is_lost(self) -> None:
+        run, keep = Run().start().save(100, 200, 300, 400).start(step_key(100, 1)), Keep(last=2)
+        run.save(500)
+        run.save(600, readable=False)
+        run.steps = {key: replace(facts, parent=None) for key, facts in run.steps.items()}
+
+        def plan() -> RetentionPlan:
+            return plan_retention(run.steps, [], keep, tip=run.newest(), resumed_from=step_key(100, 1))
+
+        assert plan().remove == tuple(keys(200))
+        run.position = None
+        run.save(700)
+        assert plan().remove == tuple(keys(100, 200))
+
     def test_the_newest_stays_although_the_caller_names_another_tip(self) -> None:
-        run = rolled_back()
-        assert step_key(800, 2) not in run.plan(Keep(last=1), tip=step_key(1000, 1)).remove
+        run = Run().start().save(*range(100, 1001, 100)).start(step_key(600, 1))
+        assert run.newest() == step_key(600, 1)
+        plan = plan_retention(run.steps, run.attempts, Keep(last=1), tip=step_key(1000, 1))
+        assert plan.remove == tuple(keys(100, 200, 300, 400, 500, 700, 800, 900))
 
     def test_what_cannot_be_read_stays_and_counts_for_nothing(self) -> None:
         run = Run().start().save(1000, 2000, 3000, 4000, loss=1.0)

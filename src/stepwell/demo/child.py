@@ -7,7 +7,6 @@ import json
 import os
 import random
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
-INDEX = "index"
 
 
 @dataclass(frozen=True)
@@ -59,19 +58,23 @@ def _leaf(value: Any) -> tuple[str, Bytes]:
 
 
 def write_state(state: Mapping[str, Any], file: Path) -> None:
-    """Write a state for `compare`. A file that is there is replaced."""
+    """Write a state for `compare`: one line of JSON with (path, kind, bytes) of each, then all their bytes.
+
+    A file that is there is replaced.
+    """
     flat = flatten(state)
-    index = json.dumps([[path, kind] for path, (kind, _) in flat.items()])
-    arrays = {str(number): content for number, (_, content) in enumerate(flat.values())}
+    index = [(path, kind, len(content)) for path, (kind, content) in flat.items()]
     with open(file, "wb") as out:
-        np.savez(out, **{INDEX: np.frombuffer(index.encode(), np.uint8)}, **arrays)
+        out.write(json.dumps(index).encode() + b"\n")
+        for _, content in flat.values():
+            out.write(content.tobytes())
 
 
 def read_state(file: Path) -> dict[str, tuple[str, Bytes]]:
     """What `write_state` wrote."""
-    with np.load(file, allow_pickle=False) as arrays:
-        index = json.loads(arrays[INDEX].tobytes())
-        return {path: (kind, arrays[str(number)]) for number, (path, kind) in enumerate(index)}
+    with open(file, "rb") as source:
+        index = json.loads(source.readline())
+        return {path: (kind, np.frombuffer(source.read(size), np.uint8)) for path, kind, size in index}
 
 
 def compare(

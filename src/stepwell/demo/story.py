@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stepwell.demo.compare import Part, compare, read_state
+from stepwell.demo.compare import compare, read_state
 from stepwell.demo.show import Show
 from stepwell.demo.trainer import Kill, Trainer, agent_of, child_environment, end_agent
 from stepwell.errors import RunBusyError, StepwellError, UsageError
@@ -61,7 +61,7 @@ class Plan:
         return self.folder / "trainer.log"
 
     def final(self, name: str) -> Path:
-        return self.folder / f"{name}.npz"
+        return self.folder / f"{name}.state"
 
 
 def run(

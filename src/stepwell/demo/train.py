@@ -42,7 +42,7 @@ class Training:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.scheduler.step()
-        return loss.item()
+        return float(loss)
 
 
 def build(

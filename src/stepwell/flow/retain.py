@@ -165,7 +165,7 @@ class _Chains:
             self._chains.setdefault(facts.attempt, []).append(facts)
         self._parents: dict[int, tuple[int, int]] = {}
         for number, chain in self._chains.items():
-            for facts in reversed(chain):
+            for facts in chain:
                 self._hang(number, facts.parent)
         for attempt in attempts:
             self._hang(attempt.number, attempt.parent)

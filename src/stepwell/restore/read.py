@@ -262,6 +262,11 @@ class OpenStep:
             inside.append("plain values")
         return ", ".join(inside[:3]) + (f" and {len(inside) - 3} more" if len(inside) > 3 else "")
 
+    def header_bytes(self, index: int) -> bytes:
+        """The raw header of a pack on disk."""
+        with open(self.sources[index].where, "rb") as file:
+            return file.read(self.headers[index].header_bytes)
+
     def close(self) -> None:
         for source in self.sources:
             source.close()
@@ -341,11 +346,11 @@ def _pinned(opened: OpenStep) -> Iterator[Callable[[], None]]:
             os.unlink(path)
 
 
-def open_step(root: str, step: Step) -> OpenStep:
-    """Open a step from its packs. Raises `DamagedError` when manifest, layout, a header or the values are damaged."""
+def open_step(root: str, step: Step, known: Layout | None = None) -> OpenStep:
+    """Open a step from its packs; `known` spares reading its layout again. Raises `DamagedError` when manifest, layout, a header or the values are damaged."""
     if step.manifest is None or step.problem is not None:
         raise DamagedError(f"step {step.step} cannot be read", where=step.key, found=step.problem)
-    layout = read_layout(root, step.manifest.layout)
+    layout = _layout(root, step.manifest.layout, known)
     folder = os.path.join(root, names.STEPS, step.key)
 
     def header_of(index: int) -> tuple[bytes, int, str]:
@@ -360,14 +365,14 @@ def open_step(root: str, step: Step) -> OpenStep:
     return _open(step, layout, header_of, source_of, "0")
 
 
-def open_slot(root: str, step: Step, fd: int, size: int) -> OpenStep:
+def open_slot(root: str, step: Step, fd: int, size: int, known: Layout | None = None) -> OpenStep:
     """Open a step from the agent's slot that holds it; its descriptor stays the caller's.
 
     The manifest on disk vouches for the headers in the slot, and those for every chunk.
     """
     if step.manifest is None:
         raise DamagedError(f"step {step.step} cannot be read", where=step.key, found=step.problem)
-    layout = read_layout(root, step.manifest.layout)
+    layout = _layout(root, step.manifest.layout, known)
     if layout.slot_bytes(step.manifest.values_bytes) > size:
         raise DamagedError("the slot is too small for its step", where=step.key, found=size)
     view = memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ))
@@ -382,6 +387,10 @@ def open_slot(root: str, step: Step, fd: int, size: int) -> OpenStep:
         return SlotSource(view[begin : begin + header.data_bytes], where)
 
     return _open(step, layout, header_of, source_of, "memory")
+
+
+def _layout(root: str, layout_hash: str, known: Layout | None) -> Layout:
+    return known if known is not None and known.hash == layout_hash else read_layout(root, layout_hash)
 
 
 def _open(

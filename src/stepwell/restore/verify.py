@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from stepwell.errors import DamagedError
 from stepwell.restore.catalogue import Catalogue, Step
 from stepwell.restore.read import open_step
+from stepwell.store import pack
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,10 @@ def verify_step(root: str, step: Step, progress: Callable[[int], None] | None = 
         opened = open_step(root, step)
         try:
             found = [Finding(step.key, text) for text in opened.damage(progress)]
+            for index, header in enumerate(opened.headers):
+                if not pack.describes(opened.header_bytes(index), header, opened.layout, index):
+                    where = opened.sources[index].where
+                    found.append(Finding(step.key, f"{where}: the header does not say what the layout says"))
             return found
         finally:
             opened.close()

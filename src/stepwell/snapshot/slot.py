@@ -127,14 +127,14 @@ def copy_eager(slot: Slot, layout: Layout, flat: Flat, indices: list[int], pool:
         _write_fresh(slot, layout, flat, indices, pool)
         return
     views = slot.views(layout, flat)
-    arrays = [i for i in indices if isinstance(flat.tensors[i], np.ndarray)]
+    arrays = [i for i in indices if flat.specs[i].kind == "numpy"]
     if arrays:
         _copy_arrays([(views[i], flat.tensors[i]) for i in arrays], pool)
-    if len(arrays) < len(indices):
+        indices = [i for i in indices if flat.specs[i].kind != "numpy"]
+    if indices:
         torch = sys.modules["torch"]
-        chosen = [i for i in indices if not isinstance(flat.tensors[i], np.ndarray)] if arrays else indices
         with torch.no_grad():
-            torch._foreach_copy_([views[i] for i in chosen], [flat.tensors[i] for i in chosen])
+            torch._foreach_copy_([views[i] for i in indices], [flat.tensors[i] for i in indices])
 
 
 def _copy_arrays(pairs: list[tuple[Any, Any]], pool: ThreadPoolExecutor) -> None:

@@ -20,6 +20,7 @@ from .values import ATOMS, DEPTH_MAX, Refused, factory_name, is_namedtuple, pack
 RESERVED_NAMES = frozenset({"", "__metadata__", "__stepwell_values__"})
 RNG_NAME = "__rng__"
 
+_STR_ONLY = {str}
 _MAPPING_TYPES = (dict, OrderedDict, defaultdict, Counter)
 
 Owner = tuple[str, Any]
@@ -217,6 +218,10 @@ class Walk:
         names, tensors, values = self.names, self.tensors, self.values
         prefix = name + "." if name else ""
         keys: list[str | bytes] = list(mapping)
+        if set(map(type, keys)) == _STR_ONLY and set(map(type, mapping.values())) <= tensor_types:
+            names += [prefix + key for key in mapping]
+            tensors += mapping.values()
+            return keys, [TENSOR] * len(keys)
         children: list[Any] = []
         for index, (key, child) in enumerate(mapping.items()):
             kind = type(child)
@@ -266,10 +271,7 @@ class Walk:
         except Refused as refused:
             raise refused.at(".state_dict()") from None
         groups = [
-            [
-                [parameter_name, list(parameter.shape)]
-                for parameter_name, parameter in zip(group_names, group["params"], strict=True)
-            ]
+            [[key, list(parameter.shape)] for key, parameter in zip(group_names, group["params"], strict=True)]
             for group_names, group in zip(names, optimizer.param_groups, strict=True)
         ]
         self.optimizers.append((optimizer, first, len(self.tensors)))
@@ -386,7 +388,7 @@ def _survey(walk: Walk) -> tuple[_Signature, list[Any], list[int]]:
     if dense:
         try:
             survey = walk.torch.Survey(dense)
-            dense = walk.torch.resolved(dense)
+            dense = survey.resolved(dense)
             pointers = list(map(walk.torch.Tensor.data_ptr, dense))
         except (RuntimeError, NotImplementedError) as error:
             _refuse_bad(walk)
@@ -425,6 +427,8 @@ def _specs(names: list[str], tensors: list[Any]) -> list[TensorSpec]:
 
 def _aliases(tensors: list[Any], pointers: list[int]) -> list[int]:
     alias_of = [-1] * len(tensors)
+    if len(set(pointers)) == len(pointers):
+        return alias_of
     first: dict[int, int] = {}
     shared = [index for index, pointer in enumerate(pointers) if pointer and first.setdefault(pointer, index) != index]
     if not shared:

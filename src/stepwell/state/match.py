@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DamagedError, StateClobbered, StateMismatchError, UsageError
+from ..errors import DamagedError, StateClobbered, StateMismatchError, UnsupportedStateError, UsageError
 from . import generators
 from .flatten import RNG_NAME, Walk, memory_key
 from .skeleton import (
@@ -32,6 +32,7 @@ from .skeleton import (
     step_name,
 )
 from .spec import NUMPY_STANDINS, TensorSpec, address_of, array_dtype, from_bytes
+from .values import encode_values
 
 _LISTED_MAX = 20
 
@@ -164,7 +165,8 @@ class _Matcher:
         self._written: dict[tuple[Any, ...], tuple[int, str]] = {}
         self._made: dict[int, Any] = {}
         self._tied = {alias for alias in saved.alias_of if alias >= 0}
-        self._refilled: dict[int, Any] = {}
+        self._refill = _Refill()
+        self._emptied: set[int] = set()
         self._torch = live.torch
 
     def run(self, tree: Node, state: Any, *, rng: bool) -> None:
@@ -266,10 +268,10 @@ class _Matcher:
         if isinstance(saved, ValueOf):
             if not self._selected(name):
                 return _KEEP
-            if _same_container(live, saved.value) or _same_array(live, saved.value):
-                self._actions.append(lambda: _refill(live, saved.value))
-                return _KEEP
-            return saved.value
+            if not _can_refill(live, saved.value) or not self._refill.claims(live, saved.value):
+                return saved.value
+            self._actions.append(lambda: self._refill.fill(live, saved.value))
+            return _KEEP
         if live is None:
             return self._build(saved, name)
         place = expanded(live)
@@ -285,10 +287,16 @@ class _Matcher:
         built = self._build(saved, name)
         if built is _KEEP:
             return _KEEP
-        if isinstance(live, (dict, list, deque)) and isinstance(built, dict) == isinstance(live, dict):
-            if isinstance(built, (dict, list, tuple, deque)):
-                self._actions.append(lambda: _refill(live, type(live)(built) if type(live) is list else built))
-                return _KEEP
+        if id(live) in self._emptied:
+            return built
+        self._emptied.add(id(live))
+        self._held.append(live)
+        if isinstance(live, dict) and isinstance(built, dict):
+            self._actions.append(lambda: dict.update(live, built))
+            return _KEEP
+        if isinstance(live, (list, deque)) and isinstance(built, (list, tuple, deque)):
+            self._actions.append(lambda: live.extend(built))
+            return _KEEP
         return built
 
     def _mapping(self, saved: Node, live: Node, name: str) -> Any:
@@ -527,11 +535,8 @@ class _OptimizerMatch:
         self._state: dict[str, Any] = parts["state"]
         self._groups: list[dict[Any, Any]] = parts["param_groups"]
         self._other: dict[Any, Any] = parts.get("other", {})
-        if (
-            not isinstance(self._state, dict)
-            or not isinstance(self._other, dict)
-            or len(self._groups) != len(saved.about["groups"])
-        ):
+        maps = isinstance(self._state, dict) and isinstance(self._other, dict)
+        if not maps or len(self._groups) != len(saved.about["groups"]):
             raise DamagedError("the stored optimizer is damaged", where=name)
         self._saved_names = [[parameter for parameter, _ in group] for group in saved.about["groups"]]
         self._saved_shapes = {name: tuple(shape) for group in saved.about["groups"] for name, shape in group}
@@ -655,9 +660,7 @@ class _OptimizerMatch:
             copied.clear()
             copied.update(adopted)
             return copied
-        if isinstance(saved, (list, tuple, deque)) and any(
-            isinstance(leaf, _TensorRef) for leaf in _flat_leaves(saved)
-        ):
+        if isinstance(saved, (list, tuple, deque)) and _has_tensor(saved):
             inner_items = list(live) if isinstance(live, (list, tuple, deque)) else []
             items = [
                 self._adopt(child, inner_items[i] if i < len(inner_items) else None, f"{name}.{i}", device, key)
@@ -677,7 +680,7 @@ class _OptimizerMatch:
             return optimizer.param_groups[0]["params"][0].device
 
         for key, saved in self._other.items():
-            live = optimizer.state[key] if key in optimizer.state else None
+            live = optimizer.state.get(key)
             new = self._adopt(saved, live, f"{self._name}.other.{key_text(key)}", device, key)
             self._matcher._actions.append(lambda key=key, new=new: optimizer.state.__setitem__(key, new))  # type: ignore[misc]
         if self._whole:
@@ -699,17 +702,17 @@ class _OptimizerMatch:
             self._set_option(group, key, value, group[key], option)
         for key in group:
             # An option that a newer torch has added keeps its default, as torch's own loading has it.
-            if key not in saved and key not in ("params", "param_names") and key not in defaults:
-                if matcher._selected(f"{name}.{key}"):
-                    matcher._passed_over(f"{name}.{key}: missing in the checkpoint, an option of the optimizer")
+            known = key in saved or key in ("params", "param_names") or key in defaults
+            if not known and matcher._selected(f"{name}.{key}"):
+                matcher._passed_over(f"{name}.{key}: missing in the checkpoint, an option of the optimizer")
 
     def _set_option(self, group: dict[Any, Any], key: Any, saved: Any, live: Any, name: str) -> None:
         matcher = self._matcher
         tensor_here = isinstance(live, matcher._torch.Tensor)
         if isinstance(saved, _TensorRef) != tensor_here and live is not None and matcher._selected(name):
-            found = (
-                matcher._saved.specs[saved.index].text if isinstance(saved, _TensorRef) else f"a {type(saved).__name__}"
-            )
+            found = f"a {type(saved).__name__}"
+            if isinstance(saved, _TensorRef):
+                found = matcher._saved.specs[saved.index].text
             matcher._differ(name, _text(live) if tensor_here else f"a {type(live).__name__}", found)
             return
         if isinstance(saved, _TensorRef) and tensor_here:
@@ -817,75 +820,85 @@ def _text(tensor: Any) -> str:
 
 
 def _shares_elements(tensor: Any) -> bool:
+    """Whether some elements may be one place in memory, as in an expanded tensor."""
     if isinstance(tensor, np.ndarray):
+        if tensor.flags.forc:
+            return False
         strides = tuple(stride // tensor.itemsize for stride in tensor.strides)
+    elif tensor.is_contiguous():
+        return False
     else:
         strides = tensor.stride()
     reach = 0
-    for stride, size in sorted((abs(s), n) for s, n in zip(strides, tensor.shape, strict=True) if n > 1):
+    for stride, size in sorted((abs(s), n) for s, n in zip(strides, tensor.shape) if n > 1):
         if stride <= reach:
             return True
         reach += stride * (size - 1)
     return False
 
 
-def _flat_leaves(items: Any) -> list[Any]:
-    leaves: list[Any] = []
-    for item in items.values() if isinstance(items, dict) else items:
-        leaves += _flat_leaves(item) if isinstance(item, (dict, list, tuple, deque)) else [item]
-    return leaves
+def _has_tensor(item: Any) -> bool:
+    if isinstance(item, (dict, list, tuple, deque)):
+        return any(map(_has_tensor, item.values() if isinstance(item, dict) else item))
+    return isinstance(item, _TensorRef)
 
 
-def _same_container(live: Any, saved: Any) -> bool:
-    return type(live) is type(saved) and type(live) in (
-        dict,
-        OrderedDict,
-        defaultdict,
-        Counter,
-        list,
-        set,
-        bytearray,
-        deque,
-    )
+_REFILLED = (dict, OrderedDict, defaultdict, Counter, list, set, bytearray, deque)
 
 
-def _same_array(live: Any, saved: Any) -> bool:
-    return (
-        isinstance(live, np.ndarray)
-        and type(live) is type(saved)
-        and live.dtype == saved.dtype
-        and live.shape == saved.shape
-        and live.flags.writeable
-    )
+def _can_refill(live: Any, saved: Any) -> bool:
+    """Whether a live container or array can take the content of a saved one and be exactly it."""
+    if isinstance(live, np.ndarray):
+        same = type(live) is type(saved) and live.dtype == saved.dtype and live.shape == saved.shape
+        return same and live.flags.writeable
+    if isinstance(live, deque) and isinstance(saved, deque) and live.maxlen != saved.maxlen:
+        return False
+    return type(live) is type(saved) and type(live) in _REFILLED
 
 
-def _refill(live: Any, saved: Any) -> Any:
-    """Give a live container the content of a saved one, inner containers too, so that other references see it."""
-    if _same_array(live, saved):
-        live[...] = saved
+class _Refill:
+    """Gives live containers the content of saved ones, inner containers too, so that other references see it.
+
+    Two places of the live state can hold one container where the saved ones differed: the second place then gets a
+    container of its own.
+    """
+
+    def __init__(self) -> None:
+        self._claimed: dict[int, tuple[Any, Any]] = {}
+
+    def claims(self, live: Any, saved: Any) -> bool:
+        """Whether a live container is still free, or promised the very same content already."""
+        _, promised = self._claimed.setdefault(id(live), (live, saved))
+        if promised is saved:
+            return True
+        try:
+            return encode_values([promised]) == encode_values([saved])
+        except UnsupportedStateError:
+            return False
+
+    def fill(self, live: Any, saved: Any) -> None:
+        """Give a claimed container its content."""
+        if isinstance(live, np.ndarray):
+            live[...] = saved
+        elif isinstance(live, dict):
+            items = {key: self._renewed(live.get(key), value) for key, value in saved.items()}
+            live.clear()
+            dict.update(live, items)
+            if isinstance(live, defaultdict):
+                live.default_factory = saved.default_factory
+        elif isinstance(live, (list, deque)):
+            old = list(live)
+            new = [self._renewed(old[i] if i < len(old) else None, value) for i, value in enumerate(saved)]
+            live.clear()
+            live.extend(new)
+        elif isinstance(live, set):
+            live.clear()
+            live.update(saved)
+        else:
+            live[:] = saved
+
+    def _renewed(self, live: Any, saved: Any) -> Any:
+        if not _can_refill(live, saved) or not self.claims(live, saved):
+            return saved
+        self.fill(live, saved)
         return live
-    if isinstance(live, dict) and isinstance(saved, dict):
-        content = {key: _renewed(live.get(key), value) for key, value in saved.items()}
-        live.clear()
-        dict.update(live, content)
-        if isinstance(live, defaultdict) and isinstance(saved, defaultdict):
-            live.default_factory = saved.default_factory
-        return live
-    if isinstance(live, list):
-        live[:] = [_renewed(live[i] if i < len(live) else None, value) for i, value in enumerate(saved)]
-        return live
-    if isinstance(live, deque):
-        content_items = list(saved)
-        live.clear()
-        live.extend(content_items)
-        return live
-    live.clear()
-    if isinstance(live, set):
-        live.update(saved)
-    else:
-        live.extend(saved)
-    return live
-
-
-def _renewed(live: Any, saved: Any) -> Any:
-    return _refill(live, saved) if _same_container(live, saved) or _same_array(live, saved) else saved

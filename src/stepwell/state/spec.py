@@ -79,7 +79,7 @@ def array_dtype(array: np.ndarray[Any, Any]) -> str | None:
     """
     dtype = array.dtype
     if dtype.isbuiltin == 1 and dtype.isnative and dtype.kind in "biufc" and dtype.name in ITEM_BYTES:
-        return dtype.name
+        return str(dtype.name)
     return None
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -42,9 +43,10 @@ def plain_tensor(tensor: Tensor) -> Tensor:
     """
     kind = type(tensor)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if isinstance(tensor, UninitializedTensorMixin):
+    if isinstance(tensor, (UninitializedBuffer, UninitializedParameter)):
         raise TypeError(f"is an uninitialized {name}: run the model once before saving or restoring")
-    if is_traceable_wrapper_subclass(tensor):
+    wraps: bool = is_traceable_wrapper_subclass(tensor)
+    if wraps:
         raise TypeError(f"is a wrapper subclass, {name}: its bytes are in other tensors")
     if (
         kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
@@ -59,6 +61,9 @@ _PLAIN_TORCH_FUNCTIONS = {
     getattr(Tensor.__torch_function__, "__func__", None),
     getattr(nn.Parameter.__torch_function__, "__func__", None),
 }
+
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class Survey:
@@ -81,6 +86,15 @@ class Survey:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def resolved(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The same tensors, outside autograd and with conjugation and negation carried out."""
+        if True in map(_requires_grad, tensors):
+            tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+        conjugated = any(dtype.is_complex for dtype in set(self.dtypes)) and True in map(Tensor.is_conj, tensors)
+        if conjugated or True in map(Tensor.is_neg, tensors):
+            tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
+        return tensors
+
 
 def why_not(tensor: Tensor) -> str | None:
     """Why a tensor cannot be stored, or None when it can."""
@@ -97,15 +111,6 @@ def why_not(tensor: Tensor) -> str | None:
     except RuntimeError as error:
         return f"has no memory of its own: {error}"
     return None
-
-
-def resolved(tensors: list[Tensor]) -> list[Tensor]:
-    """The same tensors outside autograd and with conjugation and negation carried out; a list of its own if needed."""
-    if any([tensor.requires_grad for tensor in tensors]):
-        tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
-    if any(map(Tensor.is_neg, tensors)) or any([tensor.is_conj() for tensor in tensors if tensor.is_complex()]):
-        tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
-    return tensors
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
@@ -232,7 +237,6 @@ def _loads_itself(module: nn.Module) -> bool:
     return _has_own_loading(type(module)) or any(getattr(module, hooks, None) for hooks in _HOOKS)
 
 
-@lru_cache(maxsize=4096)
 def _has_own_loading(kind: type) -> bool:
     for name in ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict", "set_extra_state"):
         owner = next((base for base in kind.__mro__ if name in vars(base)), nn.Module)
@@ -250,10 +254,7 @@ def keeps_only_the_usual(optimizer: Optimizer) -> bool:
     True for every optimizer that leaves `state_dict` alone. One that changes it is asked: its state dict must have the
     two usual parts, with the very tensors of `optimizer.state`.
     """
-    hooks = (
-        getattr(optimizer, name, None)
-        for name in ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
-    )
+    hooks = (getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post"))
     if is_plain(optimizer) and not any(hooks):
         return True
     state = optimizer.state_dict()
@@ -302,23 +303,21 @@ def parameter_names(optimizer: Optimizer, modules: list[tuple[str, nn.Module]]) 
         for key, name in by_id.items():
             found.setdefault(key, f"{prefix}.{name}" if prefix else name)
     taken: set[str] = set()
-    names: list[list[str]] = []
+    all_names: list[list[str]] = []
     named = True
     for group_index, group in enumerate(optimizer.param_groups):
         given = group.get("param_names")
         group_names = []
         for index, parameter in enumerate(group["params"]):
-            name = found.get(id(parameter))
-            if name is None and given is not None:
-                name = given[index]
-            if name is None:
+            name = found.get(id(parameter), "" if given is None else given[index])
+            if not name:
                 named, name = False, f"group{group_index}.param{index}"
             while name in taken:
                 name += "~1"
             taken.add(name)
             group_names.append(name)
-        names.append(group_names)
-    return names, named
+        all_names.append(group_names)
+    return all_names, named
 
 
 def state_device(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, key: Any) -> torch.device:

@@ -21,6 +21,8 @@ import re
 import struct
 import sys
 import uuid
+import warnings
+import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -126,10 +128,16 @@ def encode_values(values: list[object], *, allow_pickle: bool = False) -> bytes:
     Raises:
         UnsupportedStateError: a value of a type that cannot be stored; the text says where.
     """
+    packed = []
     try:
-        return _encode([pack(value, allow_pickle=allow_pickle) for value in values])
+        for index, value in enumerate(values):
+            try:
+                packed.append(pack(value, allow_pickle=allow_pickle))
+            except Refused as refused:
+                raise refused.at(f"[{index}]") from None
     except Refused as refused:
         raise refused.error("values") from None
+    return _encode(packed)
 
 
 def decode_values(data: bytes, *, allow_pickle: bool = False) -> list[object]:
@@ -172,7 +180,7 @@ def pack(value: Any, *, allow_pickle: bool = False, depth: int = 0) -> Any:
 
     def items(sequence: Any) -> list[Any]:
         kinds = set(map(type, sequence))
-        if kinds <= _DIRECT or (kinds == _INT_ONLY and _INT_MIN <= min(sequence) and max(sequence) <= _INT_MAX):
+        if kinds <= _DIRECT or (kinds == _INT_ONLY and min(sequence) >= _INT_MIN and max(sequence) <= _INT_MAX):
             return list(sequence)
         packed = []
         for index, item in enumerate(sequence):
@@ -225,7 +233,12 @@ def pack(value: Any, *, allow_pickle: bool = False, depth: int = 0) -> Any:
         return _tagged(Tag.SLICE, items((value.start, value.stop, value.step)))
     if value is Ellipsis:
         return _tagged(Tag.ELLIPSIS, None)
-    packed = _pack_library_value(value)
+    try:
+        packed = _pack_library_value(value)
+    except Refused:
+        if not allow_pickle:
+            raise
+        packed = None
     if packed is not None:
         return packed
     if allow_pickle:
@@ -346,8 +359,7 @@ def _zone(zone: dt.tzinfo | None) -> Any:
         offset = zone.utcoffset(None)
         name = zone.tzname(None)
         return [offset // dt.timedelta(microseconds=1), None if name == dt.timezone(offset).tzname(None) else name]
-    zoneinfo = sys.modules.get("zoneinfo")
-    if zoneinfo is not None and type(zone) is zoneinfo.ZoneInfo and zone.key is not None:
+    if type(zone) is zoneinfo.ZoneInfo and zone.key is not None:
         return zone.key
     raise Refused(
         f"has the time zone {zone!r}, which cannot be stored", "use datetime.timezone or zoneinfo.ZoneInfo(key)"
@@ -368,9 +380,9 @@ def _pack_numpy(value: Any) -> Any | None:
         return None
     if value.dtype.char in _NUMPY_CHARS and kind is np.dtype(value.dtype.char).type:
         return _tagged(Tag.NUMPY_SCALAR, [value.dtype.char, value.tobytes()])
-    if kind in (np.datetime64, np.timedelta64) or (kind is np.void and value.dtype.names is None):
-        if _dtype_is_its_text(value.dtype):
-            return _tagged(Tag.NUMPY_SCALAR, [value.dtype.str, value.tobytes()])
+    plain_text = kind in (np.datetime64, np.timedelta64) or (kind is np.void and value.dtype.names is None)
+    if plain_text and _dtype_is_its_text(value.dtype):
+        return _tagged(Tag.NUMPY_SCALAR, [value.dtype.str, value.tobytes()])
     return None
 
 
@@ -381,21 +393,23 @@ def _dtype_is_its_text(dtype: np.dtype[Any]) -> bool:
         return False
 
 
+def _dtype_is_kept(dtype: np.dtype[Any]) -> bool:
+    """Whether numpy's file format gives exactly this dtype back."""
+    if dtype.hasobject:
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            back = np.lib.format.descr_to_dtype(np.lib.format.dtype_to_descr(dtype))
+    except (TypeError, ValueError, UserWarning):
+        return False
+    return back == dtype and back.type is dtype.type and back.isalignedstruct == dtype.isalignedstruct
+
+
 def _npy(array: np.ndarray[Any, Any]) -> bytes:
     """An array in numpy's own file format, which keeps byte order, memory order and record fields."""
     dtype = array.dtype
-    kept = False
-    if not dtype.hasobject:
-        try:
-            described = np.lib.format.descr_to_dtype(np.lib.format.dtype_to_descr(dtype))
-            kept = (
-                described == dtype
-                and described.type is dtype.type
-                and described.isalignedstruct == dtype.isalignedstruct
-            )
-        except (TypeError, ValueError, UserWarning):
-            kept = False
-    if not kept:
+    if not _dtype_is_kept(dtype):
         raise Refused(
             f"is a numpy array of {dtype!r}, which cannot be stored", "store it as arrays of numbers, or as a list"
         )
@@ -545,11 +559,9 @@ def _build_zone(part: Any) -> dt.tzinfo | None:
     if part is None:
         return None
     if type(part) is str:
-        from zoneinfo import ZoneInfo
-
         if not re.fullmatch(r"[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+)*", part):
             raise ValueError(f"{part!r} is not the key of a time zone")
-        return ZoneInfo(part)
+        return zoneinfo.ZoneInfo(part)
     microseconds, name = _parts(part, 2)
     offset = dt.timedelta(microseconds=_checked(microseconds, int))
     return dt.timezone(offset) if name is None else dt.timezone(offset, _checked(name, str))
@@ -566,7 +578,7 @@ def _build_numpy_scalar(part: Any) -> Any:
     return np.ndarray((), dtype, bytearray(data))[()] if dtype.itemsize else np.zeros((), dtype)[()]
 
 
-def _build_numpy_text(part: Any) -> np.str_ | np.bytes_:
+def _build_numpy_text(part: Any) -> Any:
     kind, data = _parts(part, 2)
     if kind == "str":
         return np.str_(_build_str(data))
@@ -583,13 +595,17 @@ def _build_numpy_array(part: Any) -> np.ndarray[Any, Any]:
     data = bytearray(source.read())
     if dtype.hasobject or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for an array of {dtype!r} and shape {shape}")
-    return np.ndarray(shape, dtype, data, order="F" if fortran else "C")
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data, order="F" if fortran else "C")
+    return array
 
 
 def _build_numpy_dtype(part: Any) -> np.dtype[Any]:
     if not re.fullmatch(r"[<>|][a-zA-Z][0-9]{0,9}(\[\w+\])?", _checked(part, str)):
         raise ValueError(f"{part!r} is not a numpy dtype")
-    return np.dtype(part)
+    dtype: np.dtype[Any] = np.dtype(part)
+    if dtype.hasobject:
+        raise ValueError("a dtype of objects")
+    return dtype
 
 
 def _build_torch(part: Any) -> Any:

@@ -74,6 +74,16 @@ class Layout:
         return [int(i) for i in own[order]]
 
     @cached_property
+    def on_host(self) -> list[int]:
+        """Those of `stored` whose tensors were in host memory."""
+        return self.stored if not self.on_device else [i for i in self.stored if self.specs[i].device == "cpu"]
+
+    @cached_property
+    def on_device(self) -> list[int]:
+        """Those of `stored` whose tensors were on an accelerator."""
+        return [i for i in self.stored if self.specs[i].device != "cpu"]
+
+    @cached_property
     def sizes(self) -> Int64:
         return np.asarray([spec.nbytes for spec in self.specs], dtype=np.int64)
 

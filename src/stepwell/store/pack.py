@@ -66,8 +66,12 @@ def parse(data: bytes, file_bytes: int, where: str) -> PackHeader:
     blank = data[:room].replace(f'"{_SELF}":"{own}"'.encode(), f'"{_SELF}":"{_ZEROS}"'.encode(), 1)
     if hex_digest(blank) != own:
         raise DamagedError("the header's checksum is wrong", where=where, expected=own, found=hex_digest(blank))
-    head = header.parse(data, file_bytes, where)
-    meta = head.metadata
+    # Where tensors lie is said by the layout, which is checked already: only our own two members are decoded here.
+    try:
+        own_members = msgspec.json.decode(data[8:room], type=_OwnMembers)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedError("the header is not a safetensors header", where=where, found=str(error)) from None
+    meta, data_bytes = own_members.metadata, file_bytes - room
     if meta.get("stepwell") != "1" or meta.get("chunk_bytes") != str(CHUNK_BYTES):
         raise DamagedError("not a pack that this version reads", where=where, found=meta.get("stepwell"))
     try:
@@ -76,18 +80,39 @@ def parse(data: bytes, file_bytes: int, where: str) -> PackHeader:
     except (KeyError, ValueError) as error:
         raise DamagedError("the pack's metadata is incomplete", where=where, found=str(error)) from None
     digests = tuple(joined[i : i + DIGEST_BYTES] for i in range(0, len(joined), DIGEST_BYTES))
-    if len(digests) != chunk_count(head.data_bytes):
+    if len(digests) != chunk_count(data_bytes):
         raise DamagedError(
-            "the pack has the wrong number of checksums",
-            where=where,
-            expected=chunk_count(head.data_bytes),
-            found=len(digests),
+            "the pack has the wrong number of checksums", where=where, expected=chunk_count(data_bytes), found=len(digests)
         )
-    values = head.entries.get(VALUES)
-    begin, end = (values.begin, values.end) if values else (head.data_bytes, head.data_bytes)
-    if end != head.data_bytes:
-        raise DamagedError("the values do not lie at the pack's end", where=where, expected=head.data_bytes, found=end)
-    return PackHeader(run, key, layout, own, head.header_bytes, head.data_bytes, begin, end - begin, digests)
+    begin, end = own_members.values.data_offsets if own_members.values else (data_bytes, data_bytes)
+    if not 0 <= begin <= end == data_bytes:
+        raise DamagedError(
+            "the values do not lie at the pack's end", where=where, expected=data_bytes, found=f"[{begin}, {end})"
+        )
+    return PackHeader(run, key, layout, own, room, data_bytes, begin, end - begin, digests)
+
+
+def describes(data: bytes, header: PackHeader, layout: Layout, pack_index: int) -> bool:
+    """True when a pack's header bytes are exactly those that its layout and checksums call for, so that what other
+    safetensors readers see in it is right too."""
+    expected, _ = encode(
+        layout,
+        pack_index,
+        run=header.run,
+        key=header.key,
+        digests=list(header.digests),
+        values_bytes=header.values_bytes,
+    )
+    return expected == data[: header.header_bytes]
+
+
+class _ValuesEntry(msgspec.Struct):
+    data_offsets: tuple[int, int]
+
+
+class _OwnMembers(msgspec.Struct):
+    metadata: dict[str, str] = msgspec.field(name=header.METADATA, default_factory=dict)
+    values: _ValuesEntry | None = msgspec.field(name=VALUES, default=None)
 
 
 def _own_hash(data: bytes, where: str) -> str:

@@ -82,11 +82,13 @@ def read_tree(root: str) -> dict[str, bytes | None]:
     return tree
 
 
-def crash_states(recording: Recording, *, random_per_prefix: int = 8, seed: int = 0) -> Iterator[CrashState]:
+def crash_states(
+    recording: Recording, *, random_per_prefix: int = 8, seed: int = 0, extremes_only: bool = False
+) -> Iterator[CrashState]:
     """Every different state after every prefix of the recording.
 
     For each prefix: nothing unsynced arrived; all of it did; all but one piece; only one piece; and `random_per_prefix`
-    random choices. A state that looks like one already yielded, with the same marks passed, is left out. Deterministic
+    random choices; with `extremes_only` just the first two. A state that looks like one already yielded, with the same marks passed, is left out. Deterministic
     for a seed. Raises `UsageError` for an effect on something that the recording does not know, such as a file in a
     folder that was made behind its back.
     """
@@ -101,7 +103,7 @@ def crash_states(recording: Recording, *, random_per_prefix: int = 8, seed: int 
             else:
                 disk.apply(effect)
         pieces = disk.unsynced()
-        for lost in _choices(len(pieces), random_per_prefix, choose):
+        for lost in _choices(len(pieces), random_per_prefix, choose, extremes_only):
             tree = disk.tree_without({id(pieces[i]) for i in lost})
             fingerprint = _fingerprint(tree, marks)
             if fingerprint in seen:
@@ -117,10 +119,12 @@ def crash_states(recording: Recording, *, random_per_prefix: int = 8, seed: int 
             )
 
 
-def _choices(count: int, random_count: int, choose: random.Random) -> Iterator[set[int]]:
+def _choices(count: int, random_count: int, choose: random.Random, extremes_only: bool) -> Iterator[set[int]]:
     everything = set(range(count))
     yield everything
     yield set()
+    if extremes_only:
+        return
     for one in range(count):
         yield {one}
         yield everything - {one}
