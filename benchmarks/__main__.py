@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -42,6 +43,8 @@ def main() -> int:
     def keep(bench: Bench) -> None:
         report.keep(results, about, bench.samples, bench.failures)
 
+    # So that a run that is told to end takes its children and Stepwell's agents with it.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     folder = arguments.folder.resolve() / f"bench-{os.getpid()}"
     run(Bench(folder, rounds, tuple(arguments.only), scale, keep))
     return report.render(results)

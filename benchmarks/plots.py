@@ -30,9 +30,11 @@ def draw(results: Path, samples: Sequence[Sample], titles: Mapping[str, str]) ->
         blocked, durable = find(state, "later", "blocked_seconds"), find(state, "later", "durable_seconds")
         if blocked:
             figure, axes = pyplot.subplots(figsize=(8, 0.45 * len(blocked) + 1.6), layout="constrained")
-            _bars(axes, titles, durable, "durable", offset=0.2, alpha=0.35)
             _bars(axes, titles, blocked, "blocked", offset=-0.2, alpha=1.0)
+            _bars(axes, titles, durable, "durable", offset=0.2, alpha=0.35)
             axes.set(xscale="log", xlabel="seconds (log scale; median, line from least to greatest)")
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_formatter("")
             axes.set_title(f"How long a save blocks training, and when it is durable: {what}", loc="left")
             figure.savefig(results / f"blocked-durable-{state}.png", dpi=150)
             pyplot.close(figure)
@@ -61,7 +63,14 @@ def _bars(
         colour = _OURS if name.startswith("stepwell") else _DCP if name.startswith("dcp") else _OTHERS
         axes.barh(row + offset, one.median, height=height, color=colour, alpha=alpha)
         axes.plot([one.least, one.greatest], [row + offset] * 2, color=_INK, linewidth=1)
-        text = f" {label} {one.median:.3g}".replace("  ", " ")
-        axes.annotate(text, (max(one.greatest, one.median), row + offset), va="center", fontsize=7, color=_INK)
+        axes.annotate(
+            f"{label} {one.median:.3g}".strip(),
+            (max(one.greatest, 0), row + offset),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7,
+            color=_INK,
+        )
     axes.set_yticks(range(len(names)), [titles[name] for name in names])
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.5, -0.5)

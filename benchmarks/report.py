@@ -18,6 +18,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from stepwell.units import format_bytes, format_rate, format_seconds
+
 from . import plots
 from .stats import Sample, Spread, series, spread
 from .targets import FIO, Verdict, verdicts
@@ -143,24 +145,11 @@ def _summary(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     return rows
 
 
-def seconds(value: float) -> str:
-    """A duration in the unit a person would use."""
-    if abs(value) < 1:
-        return f"{value * 1e3:.3g} ms" if abs(value) < 0.0995 else f"{value * 1e3:.0f} ms"
-    return f"{value:.2f} s" if abs(value) < 10 else f"{value:.1f} s"
-
-
-def size(value: float) -> str:
-    """Bytes in decimal units."""
-    return f"{value / 1e9:.2f} GB" if abs(value) >= 1e9 else f"{value / 1e6:.0f} MB"
-
-
 def _cell(found: Spread | None, show: Callable[[float], str]) -> str:
     if found is None:
         return "–"
-    if found.count == 1:
-        return show(found.median)
-    return f"{show(found.median)} ({show(found.least)} – {show(found.greatest)})"
+    least, greatest = show(found.least), show(found.greatest)
+    return show(found.median) if least == greatest else f"{show(found.median)} ({least} – {greatest})"
 
 
 def _number(digits: int) -> Callable[[float], str]:
@@ -173,28 +162,28 @@ def _percent(value: float) -> str:
 
 _Column = tuple[str, str, str, Callable[[float], str]]
 _SAVE_COLUMNS: tuple[_Column, ...] = (
-    ("blocked, first", "first", "blocked_seconds", seconds),
-    ("blocked, later", "later", "blocked_seconds", seconds),
-    ("durable", "later", "durable_seconds", seconds),
+    ("blocked, first", "first", "blocked_seconds", format_seconds),
+    ("blocked, later", "later", "blocked_seconds", format_seconds),
+    ("durable", "later", "durable_seconds", format_seconds),
     ("CPU s/GB", "later", "cpu_seconds_per_gb", _number(2)),
     ("of it agent", "later", "agent_cpu_seconds_per_gb", _number(2)),
-    ("peak memory", "later", "memory_peak_bytes", size),
+    ("peak memory", "later", "memory_peak_bytes", format_bytes),
     ("files", "later", "file_count", _number(0)),
-    ("bytes", "later", "written_bytes", size),
-    ("heartbeat gap", "later", "heartbeat_worst_seconds", seconds),
-    ("idle", "later", "heartbeat_idle_seconds", seconds),
+    ("bytes", "later", "written_bytes", format_bytes),
+    ("heartbeat gap", "later", "heartbeat_worst_seconds", format_seconds),
+    ("idle", "later", "heartbeat_idle_seconds", format_seconds),
 )
 _RESTORE_COLUMNS: tuple[_Column, ...] = (
-    ("cold", "restore-cold", "restore_seconds", seconds),
-    ("from page cache", "restore-cached", "restore_seconds", seconds),
-    ("from the memory tier", "restore-memory", "restore_seconds", seconds),
+    ("cold", "restore-cold", "restore_seconds", format_seconds),
+    ("from page cache", "restore-cached", "restore_seconds", format_seconds),
+    ("from the memory tier", "restore-memory", "restore_seconds", format_seconds),
 )
 _TRAIN_COLUMNS: tuple[_Column, ...] = (
-    ("blocked", "train", "blocked_seconds", seconds),
-    ("durable", "train", "durable_seconds", seconds),
-    ("lost per save", "train", "lost_seconds", seconds),
+    ("blocked", "train", "blocked_seconds", format_seconds),
+    ("durable", "train", "durable_seconds", format_seconds),
+    ("lost per save", "train", "lost_seconds", format_seconds),
     ("steps meanwhile", "train", "step_slowdown", _percent),
-    ("a step", "train", "step_seconds", seconds),
+    ("a step", "train", "step_seconds", format_seconds),
 )
 
 
@@ -216,7 +205,7 @@ def state_tables(samples: Sequence[Sample]) -> list[Table]:
         for direction in ("write", "read")
     ]
     if any(speeds):
-        rate = [_cell(one, lambda value: f"{value / 1e9:.2f} GB/s") for one in speeds]
+        rate = [_cell(one, format_rate) for one in speeds]
         tables.insert(0, Table("The disk", ("", "write", "read"), (("fio, 8 MiB, O_DIRECT", *rate),)))
     return tables
 
@@ -252,9 +241,10 @@ def target_table(judged: Sequence[Verdict]) -> Table:
 def _notes(document: Mapping[str, Any]) -> list[str]:
     machine, samples = document["about"], document["samples"]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    memory = format_bytes(machine["memory_bytes"])
     dropped = sorted({one["notes"]["dropped"] for one in samples if "dropped" in one["notes"]})
     notes = [
-        f"{machine['date']}: {machine['cores']} cores ({machine['cpu']}), {size(machine['memory_bytes'])} of memory, "
+        f"{machine['date']}: {machine['cores']} cores ({machine['cpu']}), {memory} of memory, "
         f"{machine['file_system']}, Linux {machine['kernel']}, Python {machine['python']}, {versions}, "
         f"fio: {machine['fio']}.",
         "Medians over the rounds, least and greatest in brackets; ratios are paired by round, bounds by the sign test.",

@@ -20,6 +20,7 @@ from .worker import Child, ContestantFailed
 
 FIO = "fio"
 _TRAIN_PAIRS = 2
+_TRAIN_WARM_UPS = 2
 _SHOWN = ("blocked_seconds", "durable_seconds", "cpu_seconds_per_gb", "lost_seconds", "restore_seconds")
 _log = Console(stderr=True, highlight=False)
 
@@ -156,7 +157,7 @@ def _files(folder: Path) -> dict[str, float]:
 
 
 def _training(bench: Bench, state: str) -> None:
-    """All children stay over the rounds; the first save of each is not measured here."""
+    """All children stay over the rounds; what touches memory for the first time is not measured here."""
     children: dict[str, Child] = {}
     try:
         for number in range(bench.rounds[state]):
@@ -168,10 +169,11 @@ def _training(bench: Bench, state: str) -> None:
                         measure.empty(folder)
                         children[name] = Child(name, bench.scale, folder)
                         children[name].call("open")
-                        children[name].call("train", 0)
+                        for step in range(_TRAIN_WARM_UPS):
+                            children[name].call("train", step)
                     for pair in range(_TRAIN_PAIRS):
                         _clear_disk(folder, entries[name])
-                        answer = children[name].call("train", 1 + number * _TRAIN_PAIRS + pair)
+                        answer = children[name].call("train", _TRAIN_WARM_UPS + number * _TRAIN_PAIRS + pair)
                         bench.add(state, number, name, "train", answer | _files(folder))
                 except ContestantFailed as error:
                     bench.fail(state, name, error)

@@ -104,7 +104,10 @@ class Tensors:
         return dict(self.tensors)
 
     def for_stepwell(self, *, lazy: bool) -> StateDict:
-        return {"model": self._module, "optim": self._make_optimizer()} if lazy else dict(self.tensors)
+        if not lazy:
+            return dict(self.tensors)
+        optimizer = self._make_optimizer()
+        return {"model": self._module, "optim": optimizer}
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         """The same tensors as parameters of a real optimizer: only those may be copied after `save` has returned."""
@@ -121,14 +124,13 @@ class Tensors:
                     "exp_avg": self.tensors["m" + name[1:]],
                     "exp_avg_sq": self.tensors["v" + name[1:]],
                 }
+            # A training loop has stepped before it saves; the first step of a process imports much of torch.
+            self._optimizer.step()
         return self._optimizer
 
     def train_step(self) -> None:
-        """Matrix products for several times as long as a copy takes, then a step that finds no gradients."""
-        square = torch.ones(512, 512)
-        end = time.perf_counter() + 0.01 + self.byte_count / 2e9
-        while time.perf_counter() < end:
-            square = (square @ square).clamp_(0, 1)
+        """Several times as long as a copy takes, as if an accelerator computed; then a step that finds no gradients."""
+        time.sleep(0.01 + self.byte_count / 2e9)
         self._make_optimizer().step()
 
     def fill(self) -> None:

@@ -6,6 +6,7 @@ the disk happens in a known order, and thousands of crashes need no thousands of
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import socket
@@ -83,6 +84,7 @@ def make_state(step: int, *, wide: bool) -> dict[str, object]:
     return state
 
 
+@functools.lru_cache
 def lay_out(step: int, *, wide: bool) -> tuple[Flat, bytes, Layout]:
     """The state of a step, flat; its values; its layout."""
     flat = flatten(make_state(step, wide=wide), rng=False)
@@ -123,6 +125,7 @@ class CoreAgent:
             if step > me.snapshot_step:
                 self._snapshot(step)
                 self._hand_over()
+        self.server.persister._sweep()  # as it does every two seconds when there is nothing else to do
         self.server.persister.start()
         self.server.close()
         self.mine.close()

@@ -24,12 +24,14 @@ def order(key: str) -> tuple[int, int]:
     return parsed[1], parsed[0]
 
 
-def violations(root: str, promised: Iterable[str], keep_last: int = KEEP.last) -> list[str]:
+def violations(
+    root: str, promised: Iterable[str], keep_last: int = KEEP.last, resumed_from: str | None = None
+) -> list[str]:
     """Every broken promise, in words; `promised` are the keys that a trainer was told are durable.
 
     Whole or absent: each step that has a manifest reads back whole, filled with its own number. Never lost: of the
     newest `keep_last` steps that are promised or there, none is missing (older ones may have been pruned). Never
-    hidden: the newest of all is what a restore takes.
+    hidden: what a restore takes is the newest of all, or `resumed_from` while the attempt after it has no commit.
     """
     promised = list(promised)
     try:
@@ -46,8 +48,12 @@ def violations(root: str, promised: Iterable[str], keep_last: int = KEEP.last) -
             wrong.append(f"{step.key}: its attempt is gone, and its number can be taken again")
     protected = sorted({*promised, *there}, key=order)[-keep_last:]
     wrong += [f"{key} was promised and is lost" for key in protected if key not in there]
-    if there and (catalogue.newest is None or catalogue.newest.key != max(there, key=order)):
-        wrong.append(f"{catalogue.newest} hides {max(there, key=order)}")
+    newest = catalogue.newest.key if catalogue.newest else None
+    expected = max(there, key=order, default=None)
+    if resumed_from is not None and len(catalogue.attempts) > 1 and expected is not None and order(expected)[0] == 1:
+        expected = resumed_from
+    if newest != expected:
+        wrong.append(f"a restore takes {newest}, not {expected}")
     for key in promised:
         folder = os.path.join(root, names.STEPS, key)
         inside = os.listdir(folder) if os.path.isdir(folder) else []

@@ -6,14 +6,16 @@ import itertools
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from tests.crash.core import CoreAgent, NoSync, new_trainer
+from tests.crash.core import KEEP, CoreAgent, NoSync, new_trainer
 from tests.crash.promises import violations
 
+from stepwell.policies import Keep
 from stepwell.store import names
 from stepwell.testing.ops import CountingOps, Effect, FailingOps, KillingOps, RecordingOps, WrappedOps, fails
 from stepwell.testing.powerloss import CrashState, Recording, crash_states
@@ -107,29 +109,22 @@ def marks_for(recorder: RecordingOps) -> Callable[[str, object], None]:
     return lambda name, value: recorder.mark(str(value)) if name == "committed" else None
 
 
-def broken(states: Iterator[CrashState], folder: Path) -> Iterator[str]:
+def broken(states: Iterator[CrashState], folder: Path, keep_last: int = KEEP.last) -> Iterator[str]:
     """Each state on which the real reader finds a promise broken, with that promise."""
     for number, state in enumerate(states):
         place = folder / f"state-{number}"
         state.materialise(str(place))
-        wrong = violations(str(place / "run"), state.marks)
+        wrong = violations(str(place / "run"), state.marks, keep_last)
         shutil.rmtree(place)
         if wrong:
             yield f"{state}\n  → {wrong}"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory if there is one: the model decides what survives, so no disk is needed."""
-    if not os.path.isdir("/dev/shm"):
-        yield tmp_path
-        return
-    fast = Path(f"/dev/shm/stepwell-test-{os.getpid()}-{tmp_path.name}")
-    fast.mkdir()
-    try:
-        yield fast
-    finally:
-        shutil.rmtree(fast)
+def folder() -> Iterator[Path]:
+    """A folder in memory if there is one: the model decides what survives. Its path is short: a socket goes there."""
+    with tempfile.TemporaryDirectory(prefix="sw", dir="/dev/shm" if os.path.isdir("/dev/shm") else "/tmp") as path:
+        yield Path(path)
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no-links"])
@@ -182,7 +177,7 @@ def test_a_kill_and_then_a_power_loss(folder: Path) -> None:
     """
     counting = CountingOps(NoSync(OsFileOps()))
     (folder / "count").mkdir()
-    trainer = new_trainer()
+    trainer = new_trainer(steps=(1, 2), wide_from=2, keep=Keep(last=1))
     CoreAgent(str(folder / "count" / "run"), counting, trainer, lambda name, value: None).play()
     found: list[str] = []
     for at in range(1, counting.counts.total() + 1):
@@ -198,7 +193,7 @@ def test_a_kill_and_then_a_power_loss(folder: Path) -> None:
         CoreAgent(root, recorder, first.trainer, marks_for(recorder)).play()
         recording = Recording(str(parent), {}, recorder.effects)
         states = (s for s in crash_states(recording, extremes_only=True) if s.last_effect.startswith("mark"))
-        found += [f"killed before effect {at} of the first agent, then {text}" for text in broken(states, parent)]
+        found += [f"killed before effect {at} of the first agent, then {text}" for text in broken(states, parent, 1)]
         shutil.rmtree(parent)
     os.close(trainer.slot_fd)
     assert found == []

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from tests.state.fake_store import store
 
 from stepwell.errors import DamagedError, UnsupportedStateError
 from stepwell.state import RESERVED_NAMES, Saved, flatten
-from tests.state.fake_store import store
 
 
 class Pair(NamedTuple):
@@ -157,10 +157,10 @@ def test_cycles_are_errors_with_a_path() -> None:
     state["a"].append({"up": state["a"]})
     with pytest.raises(UnsupportedStateError, match=r"state\['a'\]\[1\]\['up'\] contains itself"):
         flatten(state)
-    looped = Opaque(None)
-    looped.inner = [looped]
-    with pytest.raises(UnsupportedStateError, match="contains itself"):
-        flatten({"x": looped})
+    looped: dict[str, Any] = {"t": tensor()}
+    looped["self"] = (looped,)
+    with pytest.raises(UnsupportedStateError, match=r"state\['self'\]\[0\] contains itself"):
+        flatten(looped)
 
 
 def test_the_same_container_twice_is_no_cycle() -> None:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from tests.state.fake_store import store
 
 from stepwell.errors import StateClobbered, StateMismatchError
 from stepwell.state import encode_values, match, matches
-from tests.state.fake_store import store
 
 
 class Pair(NamedTuple):
@@ -33,9 +33,8 @@ def test_values_and_tensors_go_back_into_the_containers_of_the_state() -> None:
     assert live["list"] is containers[0] and live["list"][1] == "b"
     assert live["list"][2] is containers[1] and live["list"][2] == {"x": 1.5}
     assert type(live["pair"]) is Pair and live["pair"].right == 7
-    assert [live["t"], live["list"][0], live["pair"].left] == [*tensors] or all(
-        a is b for a, b in zip([live["t"], live["list"][0], live["pair"].left], tensors, strict=True)
-    )
+    now = [live["t"], live["list"][0], live["pair"].left]
+    assert all(a is b for a, b in zip(now, tensors, strict=True))
     assert [float(t[0]) for t in tensors] == [1, 2, 3]
 
 
@@ -146,24 +145,25 @@ def test_all_differences_are_listed_at_once_and_nothing_is_changed() -> None:
         store(saved).restore(live)
     text = str(caught.value)
     for line in (
-        "differ in 10 places; nothing was changed",
+        "differ in 9 places; nothing was changed",
         "'shape': expected float32[3, 2], found float32[2, 3] in the checkpoint",
         "'dtype': expected float32[2], found float16[2] in the checkpoint",
         "'gone': unexpected, the checkpoint has float32[2] that the state has no place for",
         "'extra.x': unexpected, the checkpoint has float32[2]",
-        "'extra.n': unexpected, the checkpoint has a int",
-        "'value': expected float32[2], found a int in the checkpoint",
-        "'list.1': expected a int, found float32[2] in the checkpoint",
+        "'extra.n': unexpected, the checkpoint has an int",
+        "'value': expected float32[2], found an int in the checkpoint",
+        "'list.1': expected an int, found float32[2] in the checkpoint",
         "'needed.y': missing in the checkpoint, expected int8[4]",
-        "'needed.z': missing in the checkpoint, expected a int",
+        "'needed.z': missing in the checkpoint, expected an int",
     ):
         assert line in text, line
     assert float(live["kept"][0]) == 0 and live["value"] is not None
 
 
 def test_a_long_list_of_differences_is_cut_and_counted() -> None:
+    stored = store({f"t{i}": tensor() for i in range(50)})
     with pytest.raises(StateMismatchError, match=r"differ in 50 places(.|\n)*and 30 more") as caught:
-        store({f"t{i}": tensor() for i in range(50)}).restore({"other": {}} | {f"t{i}": torch.zeros(3) for i in range(50)}, strict=False)
+        stored.restore({f"t{i}": torch.zeros(3) for i in range(50)})
     assert str(caught.value).count("expected float32[3]") == 20
 
 
@@ -173,7 +173,7 @@ def test_missing_and_unexpected_names_are_passed_over_without_strict() -> None:
     plan = store(saved).restore(live, strict=False)
     assert [float(t[0]) for t in (live["a"], live["only_live"], *live["list"])] == [1, 3, 2, 4]
     assert live["n"] == 1 and set(live) == {"a", "only_live", "list", "n"}
-    assert [text.split(":")[0] for text in plan.skipped] == ["'only_saved'", "'list.1'", "'m'", "'only_live'", "'n'"] or len(plan.skipped) == 5
+    assert [text.split(":")[0] for text in plan.skipped] == ["'only_saved'", "'list.1'", "'m'", "'only_live'", "'n'"]
 
 
 def test_shapes_must_agree_without_strict_too() -> None:
@@ -191,7 +191,7 @@ def test_names_restrict_tensors_and_values() -> None:
     live = {"model": {"w": tensor(), "b": tensor(), "n": 0}, "epoch": 0}
     stored.restore(live, names=["*.b", "epoch"])
     assert [float(live["model"][key][0]) for key in "wb"] == [0, 2] and live["model"]["n"] == 0 and live["epoch"] == 5
-    with pytest.raises(StateMismatchError, match="'model.x': missing"):
+    with pytest.raises(StateMismatchError, match=r"'model\.x': missing"):
         stored.restore({"model": {"x": tensor()}}, names="model.x")
 
 

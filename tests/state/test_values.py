@@ -221,7 +221,7 @@ def test_a_value_that_would_lose_its_type_is_refused(value: Any) -> None:
 
 
 def test_a_refused_value_is_named_by_its_path() -> None:
-    with pytest.raises(UnsupportedStateError, match=r"values\[1\]\['a'\]\[2\] is a object"):
+    with pytest.raises(UnsupportedStateError, match=r"values\[1\]\['a'\]\[2\] is an object"):
         encode_values([0, {"a": [0, 1, object()]}])
 
 

@@ -59,7 +59,6 @@ class Client:
         self._send_lock = threading.Lock()
         self._questions: dict[int, Future[tuple[p.AnyMessage, list[int]]]] = {}
         self._next = 0
-        self._closing = False
         self.lost = False  # True once the connection has ended
 
     def connect(self, hello: p.Hello) -> p.Welcome:
@@ -191,25 +190,25 @@ class Client:
                 for fd in fds:
                     os.close(fd)
                 self.on_message(message)
-        if connection is not self._socket:
-            return  # this connection was given up by `connect`
-        self.lost = True
+        with self._send_lock:
+            given_up = connection is not self._socket  # by `close`, or by `connect` for another try
+            if not given_up:
+                self._socket, self.lost = None, True
+        connection.close()
         for question in list(self._questions.values()):
             if not question.done():
                 question.set_exception(AgentError("the agent is gone", where=self.place.socket))
-        if not self._closing and self.welcome is not None:
+        if not given_up and self.welcome is not None:
             self.on_lost(self)
 
     def close(self) -> None:
         """Say goodbye: the agent finishes what it accepted and ends."""
-        self._closing = True
         with contextlib.suppress(AgentError):
             self.tell(p.Bye())
         self._hang_up()
 
     def abandon(self) -> None:
         """In a forked child: let go of the parent's connection without a word."""
-        self._closing = True
         connection, self._socket = self._socket, None
         if connection is not None:
             connection.close()
@@ -220,8 +219,7 @@ class Client:
             self.welcome = None
         if connection is not None:
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
+                connection.shutdown(socket.SHUT_RDWR)  # the reading thread wakes up and closes it
 
 
 def _environment() -> dict[str, str]:

@@ -18,7 +18,7 @@ from stepwell.demo.train import Training, build, state_of, train
 from stepwell.errors import StepwellError
 
 
-def undisturbed(training: Training, steps: int, report: Reporter) -> dict[str, Any]:
+def in_peace(training: Training, steps: int, report: Reporter) -> dict[str, Any]:
     """The same training without Stepwell: not saved, not killed, not resumed. What the result must be."""
     state = state_of(training)
     report(event="start", restored=None, parameters=_parameter_count(training))
@@ -35,7 +35,7 @@ def with_stepwell(training: Training, run: Path, steps: int, save_every: int, re
     def on_start(restored: Any) -> None:
         report(
             event="start",
-            restored=restored.step if restored else None,
+            restored={"step": restored.step, "tier": restored.tier} if restored else None,
             parameters=_parameter_count(training),
         )
 
@@ -86,7 +86,7 @@ def main() -> int:
     training = build(**options.sizes)
     try:
         if options.run is None:
-            state = undisturbed(training, options.steps, report)
+            state = in_peace(training, options.steps, report)
         else:
             state = with_stepwell(training, options.run, options.steps, options.save_every, report)
     except StepwellError as error:

@@ -16,7 +16,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the state in both runs. `difference` names the first thing that differs; None when nothing does."""
+    """One part of two states. `difference` names the first thing that differs; None when nothing does."""
 
     name: str
     tensor_count: int
@@ -105,12 +105,12 @@ def _compare_part(name: str, expected: dict[str, tuple[str, Bytes]], found: dict
 
 def _difference(path: str, expected: tuple[str, Bytes] | None, found: tuple[str, Bytes] | None) -> str | None:
     if expected is None or found is None:
-        return f"{path} is only in the {'undisturbed' if found is None else 'resumed'} run"
+        return f"{path} is only in the {'expected' if found is None else 'found'} state"
     if expected[0] != found[0]:
-        return f"{path} is {expected[0]} in the undisturbed run and {found[0]} in the resumed one"
+        return f"{path} is {found[0]}, expected {expected[0]}"
     if np.array_equal(expected[1], found[1]):
         return None
     if not expected[0].startswith("tensor "):
-        return f"{path} is {expected[1].tobytes().decode()} in the undisturbed run, {found[1].tobytes().decode()} here"
+        return f"{path} is {found[1].tobytes().decode()}, expected {expected[1].tobytes().decode()}"
     different = np.flatnonzero(expected[1] != found[1])
     return f"{path}: {len(different)} of {len(expected[1])} bytes differ, the first at byte {different[0]}"

@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.rule import Rule
 from rich.table import Table
 
 from stepwell.demo.compare import Part
 from stepwell.units import format_bytes
 
-INDENT = 3
+INDENT = "   "
 WIDTH_MAX = 96  # longer lines are hard to read
 
 
 class Show:
-    """Prints to one stream. `say` wraps; what users may copy, such as commands, is never wrapped."""
+    """Prints to one stream. `say` wraps; `raw` never does, for what a reader may copy."""
 
     def __init__(self, stream: TextIO) -> None:
         self.console = Console(file=stream, highlight=False)
-        self.console.width = min(self.console.width, WIDTH_MAX)
+        self.width = min(self.console.width, WIDTH_MAX)
 
-    def title(self, text: str) -> None:
-        if self.console.is_terminal:
-            self.console.print(Rule(f"[bold]{escape(text)}[/]", align="left"))
-        else:
-            self.console.print(text)
-
-    def heading(self, number: int, of: int, text: str) -> None:
+    def heading(self, text: str, style: str = "bold") -> None:
         self.console.print()
-        self.console.print(f"[bold cyan]{number}/{of}[/] [bold]{escape(text)}[/]")
+        self._lines(textwrap.wrap(text, self.width), style)
 
-    def say(self, text: str, style: str = "") -> None:
-        self.console.print(_indented(f"[{style}]{escape(text)}[/]" if style else escape(text)))
+    def say(self, text: str, style: str = "", bullet: str = "") -> None:
+        first = INDENT + bullet
+        rest = " " * len(first)
+        self._lines(textwrap.wrap(text, self.width, initial_indent=first, subsequent_indent=rest), style)
 
     def raw(self, text: str, style: str = "") -> None:
-        line = " " * INDENT + text
-        self.console.print(f"[{style}]{escape(line)}[/]" if style else escape(line), soft_wrap=True)
+        self._lines([INDENT + text], style)
 
-    def blank(self) -> None:
-        self.console.print()
+    def _lines(self, lines: Sequence[str], style: str) -> None:
+        for line in lines:
+            self.console.print(escape(line), style=style or None, soft_wrap=True)
 
     @contextmanager
     def steps(self, first: int, total: int) -> Iterator[Callable[[int, float], None]]:
@@ -54,14 +50,14 @@ class Show:
 
             def line(step: int, loss: float) -> None:
                 if step in marks:
-                    self.raw(f"step {step:4d} of {total}   loss {loss:.4f}")
+                    self.raw(f"step {step} of {total}, loss {loss:.4f}")
 
             yield line
             return
         columns = (
-            TextColumn(" " * (INDENT - 1)),
-            BarColumn(bar_width=30),
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            TextColumn(INDENT[1:]),
+            BarColumn(bar_width=28),
+            TextColumn("step {task.completed:.0f} of {task.total:.0f}"),
             TextColumn("loss {task.fields[loss]}"),
             TimeElapsedColumn(),
         )
@@ -69,22 +65,29 @@ class Show:
             task = progress.add_task("", total=total, completed=first - 1, loss="–")
             yield lambda step, loss: progress.update(task, completed=step, loss=f"{loss:.4f}")
 
-    def comparison(self, parts: list[Part]) -> None:
-        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-        for part in parts:
-            count = f"{part.tensor_count} tensors" if part.tensor_count else f"{part.value_count} numbers"
-            size = format_bytes(part.bytes) if part.tensor_count else ""
-            verdict = "[bold red]DIFFERENT[/]" if part.difference else "[green]identical[/]"
-            table.add_row(" " * INDENT + part.name, count, size, verdict)
+    def comparison(self, columns: Mapping[str, Sequence[Part]]) -> None:
+        """A table with a row per part of the state and a column per state that was compared."""
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        table.add_column("")
+        table.add_column("")
+        table.add_column("", justify="right")
+        for title in columns:
+            table.add_column(title, header_style="dim")
+        for row in zip(*columns.values()):
+            part = row[0]
+            size = format_bytes(part.bytes) if part.bytes else ""
+            table.add_row(INDENT + part.name, _count(part), size, *(_verdict(one) for one in row))
         self.console.print(table)
-        for part in parts:
-            if part.difference:
-                self.say(part.difference, "red")
+        for title, parts in columns.items():
+            for part in parts:
+                if part.difference:
+                    self.say(f"{title}: {part.difference}", "red")
 
 
-def _indented(markup: str) -> Table:
-    grid = Table.grid()
-    grid.add_column(width=INDENT)
-    grid.add_column()
-    grid.add_row("", markup)
-    return grid
+def _count(part: Part) -> str:
+    kinds = ((part.tensor_count, "tensor"), (part.value_count, "value"))
+    return ", ".join(f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in kinds if count)
+
+
+def _verdict(part: Part) -> str:
+    return "[bold red]DIFFERENT[/]" if part.difference else "[green]identical[/]"

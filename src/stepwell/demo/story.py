@@ -1,4 +1,4 @@
-"""What the demo does, in order: train undisturbed; train with Stepwell and be killed; resume; compare; look."""
+"""What the demo does, in order: train in peace; train with Stepwell and be killed; resume; compare; look."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json as jsons
 import os
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -64,6 +65,31 @@ class Plan:
         return self.folder / f"{name}.state"
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What the demo found. All four must hold."""
+
+    equal: bool
+    killed_in_the_middle: bool
+    accepted_kept: bool
+    commands_fine: bool
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults
+
+    @property
+    def faults(self) -> list[str]:
+        """What does not hold, in words."""
+        found = (
+            (self.equal, "NOT THE SAME: the states differ, see above."),
+            (self.killed_in_the_middle, "No kill hit a save in the middle: this disk was faster. Run the demo again."),
+            (self.accepted_kept, "An accepted save was lost although its agent lived, see above."),
+            (self.commands_fine, "A command found something wrong with the run, see above."),
+        )
+        return [text for holds, text in found if not holds]
+
+
 def run(
     folder: Path | None = None,
     *,
@@ -75,7 +101,7 @@ def run(
     """Run the demo in `folder` (`./stepwell-demo`) and leave the run there to be looked at.
 
     Prints the story to stdout; with `json` to stderr, and one JSON document to stdout. Returns the exit code: 0 when
-    everything was identical, a save was hit in the middle and `verify` found nothing; else 1.
+    everything was identical, a save was hit in the middle and `ls` and `verify` found nothing; else 1.
     Raises `UsageError` for a folder that is not the demo's own, `StepwellError` when a training ends by itself.
     """
     if importlib.util.find_spec("torch") is None:
@@ -112,51 +138,63 @@ def _claimed(plan: Plan) -> Iterator[None]:
         end_agent(plan.run)
         if plan.run.exists():
             shutil.rmtree(plan.run)
-        for file in (plan.log, plan.final("undisturbed"), plan.final("resumed")):
+        for file in (plan.log, *map(plan.final, ("in-peace", "resumed", "read-back"))):
             file.unlink(missing_ok=True)
         yield
 
 
 def _tell(plan: Plan, show: Show, json: bool) -> int:
     started = time.monotonic()
-    show.title("Stepwell demo")
+    show.console.print("Stepwell demo", style="bold")
     show.say(
-        f"A small GPT learns English from Python's own documentation: {plan.steps} steps, on "
-        f"{plan.threads} CPU thread{'s' if plan.threads > 1 else ''}. The same training runs twice: once in peace, and "
-        "once with Stepwell, killed with SIGKILL in the middle of a save – twice. Both must end in the same bits."
+        f"A small GPT learns English from Python's own documentation: {plan.steps} steps on "
+        f"{plan.threads} CPU thread{'s' if plan.threads > 1 else ''}. The same training runs twice: in peace, and with "
+        "Stepwell, where SIGKILL hits it twice in the middle of a save. Both must end in the same bits."
     )
-    show.heading(1, 4, "In peace, without Stepwell: what the result must be")
+    show.heading("1/4  In peace, without Stepwell: what the result must be")
     parameters = _train_in_peace(plan, show)
-    show.heading(2, 4, f"With Stepwell: saved every {plan.save_every} steps, killed twice, resumed twice")
-    kills = _train_and_die(plan, show)
-    show.heading(3, 4, "Compared, bit for bit")
-    parts = compare(read_state(plan.final("undisturbed")), read_state(plan.final("resumed")), PARTS)
-    show.comparison(parts)
-    show.heading(4, 4, "What is on the disk now")
+
+    show.heading(f"2/4  With Stepwell: saved every {plan.save_every} steps, killed, resumed, killed again, resumed")
+    kills, blocked_seconds = _train_and_die(plan, show)
+    _read_back(plan)
+
+    show.heading("3/4  Compared with the training in peace, bit for bit")
+    expected = read_state(plan.final("in-peace"))
+    columns = {
+        "resumed training": compare(expected, read_state(plan.final("resumed")), PARTS),
+        "its last step on disk": compare(expected, read_state(plan.final("read-back")), PARTS),
+    }
+    show.comparison(columns)
+
+    show.heading("4/4  What Stepwell's commands say about the run")
     looks = {command: _look(plan, show, command, json) for command in ("ls", "verify")}
 
-    equal = all(part.difference is None for part in parts)
-    hit = all(any(kill.in_the_middle for kill in kills if kill.agent_too == both) for _, both in KILLS)
-    fine = equal and hit and all(code == 0 for code, _ in looks.values())
-    _conclude(plan, show, kills, equal, hit, time.monotonic() - started)
+    outcome = Outcome(
+        equal=all(part.difference is None for parts in columns.values() for part in parts),
+        killed_in_the_middle=all(any(k.in_the_middle and k.agent_too == both for k in kills) for _, both in KILLS),
+        accepted_kept=all(kill.promise_kept for kill in kills),
+        commands_fine=all(code == 0 for code, _ in looks.values()),
+    )
+    seconds = time.monotonic() - started
+    _conclude(plan, show, outcome, blocked_seconds, seconds)
     result = {
-        "ok": fine,
-        "equal": equal,
-        "killed_in_the_middle": hit,
-        "seconds": round(time.monotonic() - started, 3),
+        "ok": outcome.ok,
+        **asdict(outcome),
+        "seconds": round(seconds, 3),
         "folder": str(plan.folder),
         "run": str(plan.run),
         "steps": plan.steps,
         "parameters": parameters,
         "threads": plan.threads,
+        "blocked_seconds_median": statistics.median(blocked_seconds),
         "kills": [{**asdict(kill), "in_the_middle": kill.in_the_middle} for kill in kills],
-        "comparison": [{**asdict(part), "equal": part.difference is None} for part in parts],
+        "comparison": {title: [asdict(part) for part in parts] for title, parts in columns.items()},
         **{command: {"exit_code": code, "result": document} for command, (code, document) in looks.items()},
     }
     (plan.folder / MARKER).write_text(jsons.dumps(result, indent=2) + "\n", encoding="utf-8")
     if json:
         print(jsons.dumps(result, indent=2))
-    return 0 if fine else 1
+    return 0 if outcome.ok else 1
 
 
 def _arguments(plan: Plan, name: str) -> list[str]:
@@ -170,7 +208,7 @@ def _arguments(plan: Plan, name: str) -> list[str]:
 
 
 def _train_in_peace(plan: Plan, show: Show) -> int:
-    with Trainer(_arguments(plan, "undisturbed"), plan.log) as trainer:
+    with Trainer(_arguments(plan, "in-peace"), plan.log) as trainer:
         events = trainer.events()
         parameters: int = next(events)["parameters"]
         show.say(f"{parameters:,} parameters, AdamW, dropout, shuffled data")
@@ -180,39 +218,49 @@ def _train_in_peace(plan: Plan, show: Show) -> int:
     return parameters
 
 
-def _train_and_die(plan: Plan, show: Show) -> list[Kill]:
-    """Train to the end, killed on the way as often as `KILLS` says; each kill has a few tries to hit a save."""
+def _train_and_die(plan: Plan, show: Show) -> tuple[list[Kill], list[float]]:
+    """Train to the end, killed on the way as often as `KILLS` says; each kill has a few tries to hit a save.
+
+    Returns the kills, and the blocked seconds of all saves.
+    """
     kills: list[Kill] = []
+    blocked_seconds: list[float] = []
     for share, agent_too in KILLS:
         after = int(share * plan.steps)
         for _ in range(TRIES_MAX):
-            kill = _train(plan, show, kill_after=after, agent_too=agent_too)
+            kill = _train(plan, show, blocked_seconds, kill_after=after, agent_too=agent_too)
             if kill is None:
-                return kills  # no save was left to hit: the training is done
+                return kills, blocked_seconds  # no save was left to hit: the training is done
             kills.append(kill)
             _say_kill(show, kill)
             if kill.in_the_middle:
                 break
             after = kill.step
-    _train(plan, show)
-    return kills
+    _train(plan, show, blocked_seconds)
+    return kills, blocked_seconds
 
 
-def _train(plan: Plan, show: Show, *, kill_after: int | None = None, agent_too: bool = False) -> Kill | None:
+def _train(
+    plan: Plan, show: Show, blocked_seconds: list[float], *, kill_after: int | None = None, agent_too: bool = False
+) -> Kill | None:
     """Start or resume the training; kill it in the first save after step `kill_after`. None when it came to its end."""
     with Trainer([*_arguments(plan, "resumed"), "--run", str(plan.run)], plan.log) as trainer:
         events = trainer.events()
         restored = next(events)["restored"]
-        show.say(
-            "a new process starts at step 1" if restored is None else f"a new process resumes after step {restored}"
-        )
+        if restored is None:
+            show.say("A new process begins at step 1.")
+        else:
+            place = "the agent's memory" if restored["tier"] == "memory" else "disk"
+            show.say(f"A new process has restored step {restored['step']} from {place} and goes on.")
         agent = agent_of(plan.run) if agent_too else None
         try:
-            with show.steps((restored or 0) + 1, plan.steps) as progress:
+            with show.steps((restored["step"] if restored else 0) + 1, plan.steps) as progress:
                 for event in events:
                     save = event["save"]
-                    if kill_after is not None and event["step"] > kill_after and save and not save["done"]:
-                        return trainer.kill(plan.run, event["step"], save["blocked_seconds"], agent)
+                    if save:
+                        blocked_seconds.append(save["blocked_seconds"])
+                        if kill_after is not None and event["step"] > kill_after and not save["done"]:
+                            return trainer.kill(plan.run, event["step"], save["blocked_seconds"], agent)
                     progress(event["step"], event["loss"])
         finally:
             if agent is not None:
@@ -223,23 +271,33 @@ def _train(plan: Plan, show: Show, *, kill_after: int | None = None, agent_too: 
 def _say_kill(show: Show, kill: Kill) -> None:
     victims = "the trainer and Stepwell's agent" if kill.agent_too else "the trainer"
     show.say(
-        f"step {kill.step}: save() came back after {format_seconds(kill.blocked_seconds)}, the disk still at work – "
-        f"SIGKILL to {victims}",
+        f"save({kill.step}) came back after {format_seconds(kill.blocked_seconds)}, not yet on disk: "
+        f"SIGKILL to {victims}.",
         "bold yellow",
     )
     if kill.committed_at_kill:
         show.say(f"The disk was faster: step {kill.step} was committed already. Trying again with a later save.")
-    elif kill.commit_seconds is not None:
-        show.say(
-            f"At the kill step {kill.step} was not committed. The agent, a process of its own, finished it: committed "
-            f"{format_seconds(kill.commit_seconds)} after the trainer's death."
+        return
+    show.say(f"Right after the kill step {kill.step} was not committed on disk: the kill hit the save.")
+    if kill.commit_seconds is not None:
+        who = (
+            "The agent got it done while it was dying"
+            if kill.agent_too
+            else "Stepwell's agent lives on and finished it"
         )
-    else:
+        show.say(f"{who}: committed {format_seconds(kill.commit_seconds)} after the kill.")
+    elif kill.promise_kept:
         newest = "none" if kill.newest_step is None else f"step {kill.newest_step}"
-        show.say(
-            f"Nobody was left to finish step {kill.step}, so it is absent, not half there. Newest committed step: "
-            f"{newest}."
-        )
+        show.say(f"Nobody is left to finish it: step {kill.step} is absent, not half there. Newest: {newest}.")
+    else:
+        show.say(f"FAULT: step {kill.step} was accepted, its agent lives, and it was never committed.", "bold red")
+
+
+def _read_back(plan: Plan) -> None:
+    """Have a new process restore the last step and write down what it got; all steps are done, so it trains none."""
+    with Trainer([*_arguments(plan, "read-back"), "--run", str(plan.run)], plan.log) as trainer:
+        for _ in trainer.events():
+            pass
 
 
 def _look(plan: Plan, show: Show, command: str, json: bool) -> tuple[int, Any]:
@@ -256,28 +314,40 @@ def _look(plan: Plan, show: Show, command: str, json: bool) -> tuple[int, Any]:
         return done.returncode, None
 
 
-def _conclude(plan: Plan, show: Show, kills: list[Kill], equal: bool, hit: bool, seconds: float) -> None:
-    show.blank()
-    if not equal:
-        show.title("NOT the same: the resumed training differs from the undisturbed one (see above)")
-    elif not hit:
-        show.title("The same bits, but no kill hit a save in the middle: this disk was faster each time. Run it again.")
-    else:
-        show.title(f"Killed in the middle of a save, twice, and the same bits in the end ({format_seconds(seconds)})")
-    command, run = _stepwell(), _short(plan.run)
+def _conclude(plan: Plan, show: Show, outcome: Outcome, blocked_seconds: list[float], seconds: float) -> None:
+    for fault in outcome.faults:
+        show.heading(fault, "bold red")
+    if outcome.ok:
+        show.heading(
+            f"Killed twice in the middle of a save, and the same bits in the end. ({format_seconds(seconds)})",
+            "bold green",
+        )
+        for text in (
+            f"A save stopped the training for {format_seconds(statistics.median(blocked_seconds))} (median of "
+            f"{len(blocked_seconds)}): save() copies the state and comes back; the agent, another process, writes it.",
+            "A step that was accepted outlives its trainer. Where the agent dies too, the step is whole or absent.",
+            "A resumed process has the same weights, optimizer, random numbers and place in the data: the same bits.",
+        ):
+            show.say(text, bullet="– ")
+    command, run = _stepwell(), shlex.quote(_short(plan.run))
     python = shlex.quote(_short(Path(sys.executable)))
-    size = sum(file.stat().st_size for file in plan.folder.rglob("*") if file.is_file())
-    show.say("Try next:")
+    pack = _short(max(plan.run.glob("steps/*/*.safetensors"), default=plan.run))
+    show.heading("Try next")
     for line, why in (
-        (f"{command} show {run}", "everything about the newest step"),
+        (f"{command} show {run}", "what is in the newest step"),
         (f"{command} diff {run} {plan.steps - plan.save_every} {plan.steps}", "what the last steps changed"),
-        (f"{command} export {run} {plan.steps} gpt.safetensors --format safetensors", "take the state elsewhere"),
-        (f"{python} -m stepwell.demo.train --run {run} --steps {2 * plan.steps}", "train on; kill -9 it, run it again"),
+        (f"{python} -m stepwell.demo.train --run {run} --steps {2 * plan.steps}", "train on; kill it, run it again"),
+        (f"printf X | dd conv=notrunc bs=1 seek=999999 of={shlex.quote(pack)}", "damage one byte of the newest step,"),
+        (f"{command} verify {run}", "have it found, and train on: the step before it is taken"),
     ):
         show.raw(f"# {why}", "dim")
         show.raw(line)
-    show.say(f"The script that was trained with: {_short(Path(__file__).with_name('train.py'))}")
-    show.say(f"Everything is in {_short(plan.folder)} ({format_bytes(size)}); delete it when you are done.")
+    size = sum(file.stat().st_size for file in plan.folder.rglob("*") if file.is_file())
+    show.heading("To read and to remove")
+    show.say("The training script, with Stepwell on five lines of it:")
+    show.raw(_short(Path(__file__).with_name("train.py")))
+    show.say(f"The demo's folder ({format_bytes(size)}), with the trainers' own output in {plan.log.name}:")
+    show.raw(_short(plan.folder))
 
 
 def _stepwell() -> str:

@@ -42,7 +42,8 @@ class Training:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.scheduler.step()
-        return float(loss)
+        value: float = loss.item()
+        return value
 
 
 def build(

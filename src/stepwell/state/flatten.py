@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +109,8 @@ class Walk:
         self._allow_pickle = allow_pickle
         self._live = live
         self._open: set[int] = set()
+        self._inside_object = 0
+        self._parameters: dict[int, dict[str, Any]] = {}
         self._known_modules: list[tuple[str, Any]] | None = None
         self.torch: Any = None
         self._tensor_types: frozenset[type] = frozenset()
@@ -136,25 +139,33 @@ class Walk:
             return self._array(item, name)
         if kind in _MAPPING_TYPES or kind in (list, tuple, deque) or is_namedtuple(kind):
             return self._enter(item, name, depth, self._container)
-        if self.torch is not None:
-            if isinstance(item, self.torch.Tensor):
-                try:
-                    return self._tensor(self.torch.plain_tensor(item), name)
-                except TypeError as error:
-                    raise Refused(str(error), "convert it to a plain tensor, or leave it out of the state") from None
-            if self.torch.is_module(item):
-                return self._enter(item, name, depth, self._module)
-            if self.torch.is_optimizer(item) and self.torch.keeps_only_the_usual(item):
-                return self._enter(item, name, depth, self._optimizer)
-        generator = generators.kind_of(item)
-        if generator is not None:
-            self.values.append(generators.state_of(item))
-            return self._node("generator", generator, [], [VALUE], item)
-        if not isinstance(item, type) and _has_state(item):
-            return self._enter(item, name, depth, self._object)
+        if self.torch is not None and isinstance(item, self.torch.Tensor):
+            try:
+                return self._tensor(self.torch.plain_tensor(item), name)
+            except TypeError as error:
+                raise Refused(str(error), "convert it to a plain tensor, or leave it out of the state") from None
+        walk = self._walk_of_object(item)
+        if walk is not None:
+            if self._inside_object:
+                raise Refused(
+                    f"is {_class_name(item)}, an object in what another object's state_dict() returned",
+                    "return the state of the inner object, not the object itself",
+                )
+            return self._enter(item, name, depth, walk)
         pack(item, allow_pickle=self._allow_pickle)
         self.values.append(item)
         return VALUE
+
+    def _walk_of_object(self, item: Any) -> Any:
+        """The method that walks over an object with a state of its own; None for plain values."""
+        if self.torch is not None:
+            if self.torch.is_module(item):
+                return self._module
+            if self.torch.is_optimizer(item) and self.torch.keeps_only_the_usual(item):
+                return self._optimizer
+        if generators.kind_of(item) is not None:
+            return self._generator
+        return self._object if not isinstance(item, type) and _has_state(item) else None
 
     def _enter(self, item: Any, name: str, depth: int, walk: Any) -> Node | int:
         if depth >= DEPTH_MAX:
@@ -190,11 +201,12 @@ class Walk:
         value_count = len(self.values)
         kind = type(item)
         if kind in _MAPPING_TYPES:
-            if not top and _all_atoms(item) and _all_atoms(item.values()) and kind is not defaultdict:
+            kinds = set(map(type, item.values()))
+            if not top and kinds <= ATOMS and _all_atoms(item) and kind is not defaultdict:
                 self.values.append(item)
                 return VALUE
             about: Any = factory_name(item) if kind is defaultdict else None
-            keys, children = self._items(item, name, depth)
+            keys, children = self._items(item, name, depth, kinds)
             node = self._node(kind.__name__, about, keys, children, item)
         else:
             if not top and _all_atoms(item):
@@ -212,13 +224,13 @@ class Walk:
             return VALUE
         return node
 
-    def _items(self, mapping: Any, name: str, depth: int) -> tuple[list[str | bytes], list[Any]]:
+    def _items(self, mapping: Any, name: str, depth: int, kinds: set[type]) -> tuple[list[str | bytes], list[Any]]:
         """The loop that 20 000 tensors go through: no call and no object for each of them but its name."""
         tensor_types = self._tensor_types
         names, tensors, values = self.names, self.tensors, self.values
         prefix = name + "." if name else ""
         keys: list[str | bytes] = list(mapping)
-        if set(map(type, keys)) == _STR_ONLY and set(map(type, mapping.values())) <= tensor_types:
+        if kinds <= tensor_types and set(map(type, keys)) == _STR_ONLY:
             names += [prefix + key for key in mapping]
             tensors += mapping.values()
             return keys, [TENSOR] * len(keys)
@@ -254,22 +266,18 @@ class Walk:
     def _module(self, module: Any, name: str, depth: int) -> Node:
         state = module.state_dict()
         first = len(self.tensors)
-        try:
-            keys, children = self._items(state, name, depth)
-        except Refused as refused:
-            raise refused.at(".state_dict()") from None
+        with self._state_of_object():
+            keys, children = self._items(state, name, depth, set(map(type, state.values())))
         node = self._node("module", _class_name(module), keys, children, (module, state))
         self.modules.append((module, first, node))
         return node
 
     def _optimizer(self, optimizer: Any, name: str, depth: int) -> Node:
         first = len(self.tensors)
-        names, named = self.torch.parameter_names(optimizer, self.known_modules())
-        try:
+        names, named = self.parameter_names(optimizer)
+        with self._state_of_object():
             parts = self._optimizer_parts(optimizer, names)
-            keys, children = self._items(parts, name, depth)
-        except Refused as refused:
-            raise refused.at(".state_dict()") from None
+            keys, children = self._items(parts, name, depth, set(map(type, parts.values())))
         groups = [
             [[key, list(parameter.shape)] for key, parameter in zip(group_names, group["params"], strict=True)]
             for group_names, group in zip(names, optimizer.param_groups, strict=True)
@@ -282,11 +290,12 @@ class Walk:
         """An optimizer's state by parameter name, its groups' options, and state that belongs to no parameter."""
         state: dict[str, Any] = {}
         seen: set[int] = set()
+        live = dict(optimizer.state)
         for group, group_names in zip(optimizer.param_groups, names, strict=True):
             for parameter, parameter_name in zip(group["params"], group_names, strict=True):
                 seen.add(id(parameter))
-                if parameter in optimizer.state:
-                    state[parameter_name] = optimizer.state[parameter]
+                if parameter in live:
+                    state[parameter_name] = live[parameter]
         options = [
             {key: value for key, value in group.items() if key not in ("params", "param_names")}
             for group in optimizer.param_groups
@@ -300,14 +309,38 @@ class Walk:
             parts["other"] = other
         return parts
 
+    def _generator(self, generator: Any, name: str, depth: int) -> Node:
+        self.values.append(generators.state_of(generator))
+        return self._node("generator", generators.kind_of(generator), [], [VALUE], generator)
+
     def _object(self, item: Any, name: str, depth: int) -> Node:
         if self._live:
             return self._node("object", _class_name(item), [], [VALUE], item)
-        try:
+        with self._state_of_object():
             child = self._walk(item.state_dict(), name, depth)
+        return self._node("object", _class_name(item), [], [child], item)
+
+    @contextmanager
+    def _state_of_object(self) -> Iterator[None]:
+        self._inside_object += 1
+        try:
+            yield
         except Refused as refused:
             raise refused.at(".state_dict()") from None
-        return self._node("object", _class_name(item), [], [child], item)
+        finally:
+            self._inside_object -= 1
+
+    def parameters_of(self, module: Any) -> dict[str, Any]:
+        """All parameters of a module by name; asked for once, since asking takes longer than everything else."""
+        if id(module) not in self._parameters:
+            self._parameters[id(module)] = self.torch.module_parameters(module)
+        return self._parameters[id(module)]
+
+    def parameter_names(self, optimizer: Any) -> tuple[list[list[str]], bool]:
+        """See `torch_state.parameter_names`."""
+        modules = [(name, self.parameters_of(module)) for name, module in self.known_modules()]
+        names: tuple[list[list[str]], bool] = self.torch.parameter_names(optimizer, modules)
+        return names
 
     def known_modules(self) -> list[tuple[str, Any]]:
         """The modules of the state with their names, in order; searched for once, when an optimizer needs them."""
@@ -388,8 +421,7 @@ def _survey(walk: Walk) -> tuple[_Signature, list[Any], list[int]]:
     if dense:
         try:
             survey = walk.torch.Survey(dense)
-            dense = survey.resolved(dense)
-            pointers = list(map(walk.torch.Tensor.data_ptr, dense))
+            dense, pointers = survey.readable(dense)
         except (RuntimeError, NotImplementedError) as error:
             _refuse_bad(walk)
             raise UnsupportedStateError(f"a tensor of the state cannot be read: {error}") from error
@@ -471,7 +503,7 @@ def _owners(walk: Walk, tensors: list[Any]) -> list[Owner | None]:
         if id(tensor) in owner_of:
             owners[index] = owner_of[id(tensor)]
     for module, first, node in walk.modules:
-        parameters = walk.torch.module_parameters(module)
+        parameters: dict[Any, Any] = walk.parameters_of(module)
         index = first
         for key, child in zip(node.keys, node.children, strict=True):
             if child == TENSOR:

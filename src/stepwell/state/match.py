@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -162,7 +163,7 @@ class _Matcher:
         self._copies: list[Copy] = []
         self._actions: list[Callable[[], None]] = []
         self._held: list[Any] = []
-        self._written: dict[tuple[Any, ...], tuple[int, str]] = {}
+        self._written: dict[int, list[tuple[Any, int, str]]] = {}
         self._made: dict[int, Any] = {}
         self._tied = {alias for alias in saved.alias_of if alias >= 0}
         self._refill = _Refill()
@@ -172,12 +173,11 @@ class _Matcher:
     def run(self, tree: Node, state: Any, *, rng: bool) -> None:
         result = self._visit(tree.children[0], _numbered(self._live), "")
         if result is not _KEEP:
-            self._problems.append(
-                f"the state itself is a {type(state).__name__}, which cannot be updated in place: use a dict or a list"
-            )
+            kind = _a(type(state).__name__)
+            self._problems.append(f"the state is {kind}, which cannot be updated in place: use a dict or a list")
         if tree.about and rng and self._selected(RNG_NAME):
             states = tree.children[1].value
-            self._actions.append(lambda: generators.restore_global(states))
+            self._call(RNG_NAME, lambda: generators.restore_global(states))
 
     def plan(self) -> RestorePlan:
         if self._problems:
@@ -223,7 +223,7 @@ class _Matcher:
             return [(name, self._saved.specs[item.index].text)]
         if isinstance(item, _LiveTensor):
             return [(name, _text(item.tensor))]
-        return [(name, f"a {type(item.value).__name__}" if isinstance(item, ValueOf) else f"an object ({item.about})")]
+        return [(name, self._what(item))]
 
     def _selected(self, name: str) -> bool:
         return self._patterns is None or matches(name, self._patterns)
@@ -235,7 +235,7 @@ class _Matcher:
             return self._visit_value(saved, live.value, name)
         if isinstance(live, _LiveTensor):
             if isinstance(saved, TensorAt):
-                if self._selected(name):
+                if self._patterns is None or self._selected(name):
                     self._fill(saved.index, live.tensor, name)
                 return _KEEP
             if not self._any_selected(saved, name):
@@ -244,6 +244,8 @@ class _Matcher:
                 return None
             self._differ(name, _text(live.tensor), self._what(saved))
             return _KEEP
+        if live.kind in MAPPINGS | SEQUENCES and not live.children:
+            return self._fill_empty(saved, live.live, name)
         if isinstance(saved, ValueOf) and live.kind in MAPPINGS | SEQUENCES | {"module"}:
             if saved.value is None and live.kind != "module":
                 return None if self._selected(name) else _KEEP
@@ -280,7 +282,7 @@ class _Matcher:
         if place is not None and isinstance(saved, Node):
             return self._visit(saved, place, name)
         if self._any_selected(saved, name):
-            self._differ(name, f"a {type(live).__name__}", self._what(saved))
+            self._differ(name, _a(type(live).__name__), self._what(saved))
         return _KEEP
 
     def _fill_empty(self, saved: Any, live: Any, name: str) -> Any:
@@ -309,8 +311,9 @@ class _Matcher:
         """What must be put under which key, after all common keys were visited and all others reported."""
         places = dict(zip(live.keys, live.children, strict=True))
         changed = []
-        for index, (entry, child) in enumerate(zip(saved.keys, saved.children, strict=True)):
-            child_name = _join(name, step_name(saved, index))
+        prefix = name + "." if name else ""
+        for entry, child in zip(saved.keys, saved.children, strict=True):
+            child_name = prefix + (entry if isinstance(entry, str) else key_text(key_of(entry)))
             if entry not in places:
                 self._unexpected(child, child_name)
                 continue
@@ -401,32 +404,39 @@ class _Matcher:
     def _fill(self, index: int, target: Any, name: str) -> None:
         """Plan the copy of a saved tensor into a live one, or note why it does not fit."""
         spec = self._saved.specs[index]
-        dtype, shape = _dtype_of(target), tuple(target.shape)
-        if shape != spec.shape or (dtype != spec.dtype and not self._castable(spec.dtype, target, dtype)):
+        dtype = _dtype_of(target)
+        if target.shape != spec.shape or (dtype != spec.dtype and not self._castable(spec.dtype, target, dtype)):
             self._differ(name, _text(target), spec.text)
             return
-        why = self._why_not(target)
+        address = address_of(target) if dtype == spec.dtype else 0
+        why = self._why_not(target, address)
         if why is not None:
             self._problems.append(f"{_shown(name)}: the live tensor cannot be filled, it {why}")
             return
         if spec.nbytes == 0:
             return
         root = self._root(index)
-        key = memory_key(target)
-        assert key is not None
-        earlier = self._written.get(key)
+        earlier = self._writers_of(target)
         if earlier is not None:
             if earlier[0] != root:
                 self._problems.append(
                     f"{_shown(name)}: shares its memory with {_shown(earlier[1])}, but the two were saved apart"
                 )
             return
-        self._written[key] = (root, name)
+        self._written.setdefault(_pointer(target), []).append((target, root, name))
         if dtype == spec.dtype:
             self._made.setdefault(root, target)
-        self._held.append(target)
-        address = address_of(target) if dtype == spec.dtype else 0
-        self._copies.append(Copy(root, address, None if address else self._writer(target, spec, dtype)))
+        self._copies.append(Copy(root, address, None if address else self._writer(target, spec)))
+
+    def _writers_of(self, target: Any) -> tuple[int, str] | None:
+        """The saved tensor that is to be written to this very memory already, and under which name."""
+        places = self._written.get(_pointer(target))
+        if places:
+            key = memory_key(target)
+            for other, root, name in places:
+                if memory_key(other) == key:
+                    return root, name
+        return None
 
     def _root(self, index: int) -> int:
         """The index under which the bytes of a tensor are stored."""
@@ -438,22 +448,29 @@ class _Matcher:
         spec = self._saved.specs[index]
         if not isinstance(live, np.ndarray) and not (self._torch is not None and isinstance(live, self._torch.Tensor)):
             return False
-        if tuple(live.shape) != spec.shape or _dtype_of(live) != spec.dtype or self._why_not(live) is not None:
+        if (
+            live.shape != spec.shape
+            or _dtype_of(live) != spec.dtype
+            or self._why_not(live, address_of(live)) is not None
+        ):
             return False
-        earlier = self._written.get(memory_key(live) or ())
+        earlier = self._writers_of(live)
         return earlier is None or earlier[0] == self._root(index)
 
-    def _why_not(self, target: Any) -> str | None:
+    def _why_not(self, target: Any, address: int) -> str | None:
+        """Why a live tensor cannot be written to; one with a host address of its own has nothing odd about it."""
         if isinstance(target, np.ndarray):
             if not target.flags.writeable:
                 return "is a read-only array"
+        elif address:
+            return None
         else:
             why: str | None = self._torch.why_not(target)
             if why is not None:
                 return why
         return "is an expanded view whose elements share memory" if _shares_elements(target) else None
 
-    def _writer(self, target: Any, spec: TensorSpec, dtype: str) -> Callable[[np.ndarray[Any, Any]], None]:
+    def _writer(self, target: Any, spec: TensorSpec) -> Callable[[np.ndarray[Any, Any]], None]:
         if not isinstance(target, np.ndarray):
             writer: Callable[[np.ndarray[Any, Any]], None] = self._torch.writer(target, spec)
             return writer
@@ -485,7 +502,7 @@ class _Matcher:
         if spec.nbytes:
             address = address_of(made)
             self._held.append(made)
-            self._copies.append(Copy(root, address, None if address else self._writer(made, spec, spec.dtype)))
+            self._copies.append(Copy(root, address, None if address else self._writer(made, spec)))
         self._made[root] = made
         return made
 
@@ -506,10 +523,10 @@ class _Matcher:
         if isinstance(item, TensorAt):
             return self._saved.specs[item.index].text
         if isinstance(item, ValueOf):
-            return f"a {type(item.value).__name__}"
+            return _a(type(item.value).__name__)
         if item.kind in MAPPINGS | SEQUENCES:
-            return f"a {item.kind} of {len(item.children)}"
-        return f"a {item.kind}" if item.kind in ("module", "optimizer") else f"an object ({item.about})"
+            return f"{_a(item.kind)} of {len(item.children)}"
+        return _a(item.kind) if item.kind in ("module", "optimizer") else f"an object ({item.about})"
 
     def _leaf_names(self, item: Any, name: str) -> list[str]:
         if not isinstance(item, Node):
@@ -535,8 +552,8 @@ class _OptimizerMatch:
         self._state: dict[str, Any] = parts["state"]
         self._groups: list[dict[Any, Any]] = parts["param_groups"]
         self._other: dict[Any, Any] = parts.get("other", {})
-        maps = isinstance(self._state, dict) and isinstance(self._other, dict)
-        if not maps or len(self._groups) != len(saved.about["groups"]):
+        whole = isinstance(self._groups, list) and len(self._groups) == len(saved.about["groups"])
+        if not whole or not all(isinstance(part, dict) for part in (self._state, self._other, *self._groups)):
             raise DamagedError("the stored optimizer is damaged", where=name)
         self._saved_names = [[parameter for parameter, _ in group] for group in saved.about["groups"]]
         self._saved_shapes = {name: tuple(shape) for group in saved.about["groups"] for name, shape in group}
@@ -562,7 +579,7 @@ class _OptimizerMatch:
     def _pair_parameters(self) -> dict[int, str]:
         """For live parameters, by id, the name under which their state was saved; notes what has no counterpart."""
         matcher, optimizer = self._matcher, self._optimizer
-        live_names, named = matcher._torch.parameter_names(optimizer, matcher._live.known_modules())
+        live_names, named = matcher._live.parameter_names(optimizer)
         counts = [len(names) for names in live_names]
         saved_counts = [len(names) for names in self._saved_names]
         if len(counts) != len(saved_counts):
@@ -643,7 +660,7 @@ class _OptimizerMatch:
         if isinstance(saved, _TensorRef):
             if not matcher._selected(name):
                 return live
-            if matcher._takes(live, saved.index):
+            if matcher._takes(live, saved.index) and (key != "step" or live.device == device(key)):
                 matcher._fill(saved.index, live, name)
                 return live
             return matcher._make(saved.index, device(key))
@@ -693,6 +710,8 @@ class _OptimizerMatch:
         defaults = getattr(self._optimizer, "defaults", {})
         for key, value in saved.items():
             option = f"{name}.{key}"
+            if key == "params":
+                continue
             if key not in group:
                 if matcher._selected(option):
                     matcher._passed_over(f"{option}: unexpected, the optimizer has no such option")
@@ -710,10 +729,10 @@ class _OptimizerMatch:
         matcher = self._matcher
         tensor_here = isinstance(live, matcher._torch.Tensor)
         if isinstance(saved, _TensorRef) != tensor_here and live is not None and matcher._selected(name):
-            found = f"a {type(saved).__name__}"
+            found = _a(type(saved).__name__)
             if isinstance(saved, _TensorRef):
                 found = matcher._saved.specs[saved.index].text
-            matcher._differ(name, _text(live) if tensor_here else f"a {type(live).__name__}", found)
+            matcher._differ(name, _text(live) if tensor_here else _a(type(live).__name__), found)
             return
         if isinstance(saved, _TensorRef) and tensor_here:
             if matcher._selected(name):
@@ -770,10 +789,16 @@ def _construct(item: Any, name: str, tensor: Callable[[int], Any], selected: Cal
         children = [children[index] for index in kept]
     if item.kind != "optimizer":
         return container(item, children)
-    return dict(zip(item.keys, children, strict=True))
+    parts = dict(zip(item.keys, children, strict=True))
+    if isinstance(parts.get("param_groups"), list):
+        parts["param_groups"] = [
+            {**options, "params": [parameter for parameter, _ in group]} if isinstance(options, dict) else options
+            for options, group in zip(parts["param_groups"], item.about["groups"])
+        ]
+    return parts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _LiveTensor:
     """A leaf of the live tree."""
 
@@ -805,6 +830,10 @@ def _join(name: str, step: str) -> str:
     return f"{name}.{step}" if name else step
 
 
+def _a(noun: str) -> str:
+    return f"{'an' if noun[:1] in 'aeiouAEIOU' else 'a'} {noun}"
+
+
 def _shown(name: str) -> str:
     return repr(name) if name else "the state"
 
@@ -812,7 +841,16 @@ def _shown(name: str) -> str:
 def _dtype_of(tensor: Any) -> str:
     if isinstance(tensor, np.ndarray):
         return array_dtype(tensor) or str(tensor.dtype)
-    return str(tensor.dtype).removeprefix("torch.")
+    return _torch_dtype_name(tensor.dtype)
+
+
+@lru_cache(maxsize=256)
+def _torch_dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _pointer(tensor: Any) -> int:
+    return int(tensor.__array_interface__["data"][0] if isinstance(tensor, np.ndarray) else tensor.data_ptr())
 
 
 def _text(tensor: Any) -> str:

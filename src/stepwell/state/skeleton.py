@@ -45,14 +45,14 @@ class Node:
     live: Any = field(default=None, compare=False, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TensorAt:
     """A leaf: the tensor of that index."""
 
     index: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ValueOf:
     """A leaf: this value."""
 

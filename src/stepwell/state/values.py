@@ -266,7 +266,8 @@ def _is_utf8(text: str) -> bool:
 
 
 def _type_name(kind: type) -> str:
-    return f"a {kind.__module__}.{kind.__qualname__}".replace("a builtins.", "a ")
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _why_not(value: Any) -> tuple[str, str]:

@@ -237,9 +237,10 @@ class KillingOps(WrappedOps):
             return do()
         if self.when != "after":
             self._kill()
-        result = do()
-        self._kill()
-        return result
+        try:
+            return do()
+        finally:  # an effect that failed is over too
+            self._kill()
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         if not self._is_now():

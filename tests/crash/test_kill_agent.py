@@ -1,0 +1,70 @@
+"""SIGKILL of an agent at each of its effects (write, fsync, rename, link, …): no torn step, none lost, nothing left.
+
+Case 12 (a resume picks a half-written folder) and case 20 (a prune takes the last good step) are among what is looked
+for after each kill; see `promises.violations`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from tests.crash.matrix import Plan
+
+POOR = "no-link;no-direct;short-writes:3000"
+ROLLBACK = {"steps_before": (1, 2, 3, 4), "parent_step": 2, "steps": (3, 4, 5), "wide_from": 4}
+PLANS = {
+    "one-agent-even": Plan("before", "same", stride=2),
+    "one-agent-odd": Plan("before", "same", first=1, stride=2),
+    "both-even": Plan("before", "new", stride=2),
+    "both-odd": Plan("before", "new", first=1, stride=2),
+    "torn-writes": Plan("torn", "same"),
+    "poor-file-system": Plan("torn", "new", POOR),
+    "poor-file-system-after": Plan("after", "same", POOR, stride=3),
+    "rollback": Plan("before", "new", stride=2, **ROLLBACK),  # type: ignore[arg-type]
+    "rollback-after": Plan("after", "same", first=1, stride=2, **ROLLBACK),  # type: ignore[arg-type]
+}
+LONG_STORY = {"steps": tuple(range(0, 18, 2)), "wide_from": 8, "keep_every": 6}
+LONG_PLANS = {
+    f"{moment}-{heir}-{name}-{first}": Plan(moment, heir, faults, first=first, stride=3, **story)  # type: ignore[arg-type]
+    for moment in ("before", "after", "torn")
+    for heir in ("same", "new")
+    for first in range(3)
+    for name, faults, story in (
+        ("simple", "", {}),
+        ("poor", POOR, {}),
+        ("rollback", "", ROLLBACK),
+        ("rollback-poor", POOR, ROLLBACK),
+        ("long", "", LONG_STORY),
+        ("long-poor", POOR, LONG_STORY),
+    )
+}
+
+
+def carry_out(plan: Plan, folder: Path) -> int:
+    """Run a plan in a process of its own; returns how many kills there were, all without a broken promise."""
+    (folder / "plan.json").write_text(json.dumps(asdict(plan)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "tests.crash.matrix", str(folder / "plan.json")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["broken"] == {}, done.stderr[-4000:]
+    return int(result["kills"])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_killing_the_agent_at_every_effect(tmp_path: Path, name: str) -> None:
+    assert carry_out(PLANS[name], tmp_path) > 10
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", LONG_PLANS)
+def test_killing_the_agent_at_every_effect_of_longer_stories(tmp_path: Path, name: str) -> None:
+    assert carry_out(LONG_PLANS[name], tmp_path) > 5
