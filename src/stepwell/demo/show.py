@@ -76,17 +76,15 @@ class Show:
         for row in zip(*columns.values()):
             part = row[0]
             size = format_bytes(part.bytes) if part.bytes else ""
-            table.add_row(INDENT + part.name, _count(part), size, *(_verdict(one) for one in row))
+            count, kind = (part.tensor_count, "tensor") if part.tensor_count else (part.value_count, "value")
+            table.add_row(
+                INDENT + part.name, f"{count} {kind}{'s' if count > 1 else ''}", size, *(_verdict(one) for one in row)
+            )
         self.console.print(table)
         for title, parts in columns.items():
             for part in parts:
                 if part.difference:
                     self.say(f"{title}: {part.difference}", "red")
-
-
-def _count(part: Part) -> str:
-    kinds = ((part.tensor_count, "tensor"), (part.value_count, "value"))
-    return ", ".join(f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in kinds if count)
 
 
 def _verdict(part: Part) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 from stepwell.demo.compare import compare, read_state
 from stepwell.demo.show import Show
-from stepwell.demo.trainer import Kill, Trainer, agent_of, child_environment, end_agent
+from stepwell.demo.trainer import Kill, Trainer, agent_of, end_agent, module_command
 from stepwell.errors import RunBusyError, StepwellError, UsageError
 from stepwell.units import format_bytes, format_seconds
 
@@ -35,11 +35,11 @@ KILLS = ((0.42, False), (0.77, True))  # when, as a share of all steps, and whet
 
 PARTS = {
     "model": "weights",
-    "optim": "optimizer state",
-    "sched": "learning-rate schedule",
+    "optim": "optimizer",
+    "sched": "learning rate",
     "data": "place in the data",
-    "random": "random number generators",
-    "losses": "losses of all steps",
+    "random": "random numbers",
+    "losses": "losses",
 }
 
 
@@ -111,7 +111,7 @@ def run(
     threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
     plan = Plan((folder or Path(DEFAULT_FOLDER)).absolute(), steps, save_every, threads, sizes or {})
     show = Show(sys.stderr if json else sys.stdout)
-    with _claimed(plan):
+    with claimed(plan):
         try:
             return _tell(plan, show, json)
         finally:
@@ -119,7 +119,7 @@ def run(
 
 
 @contextmanager
-def _claimed(plan: Plan) -> Iterator[None]:
+def claimed(plan: Plan) -> Iterator[None]:
     """Make the folder the demo's, empty it of an earlier demo's files, and keep other demos out meanwhile."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     marker = plan.folder / MARKER
@@ -161,8 +161,8 @@ def _tell(plan: Plan, show: Show, json: bool) -> int:
     show.heading("3/4  Compared with the training in peace, bit for bit")
     expected = read_state(plan.final("in-peace"))
     columns = {
-        "resumed training": compare(expected, read_state(plan.final("resumed")), PARTS),
-        "its last step on disk": compare(expected, read_state(plan.final("read-back")), PARTS),
+        "resumed": compare(expected, read_state(plan.final("resumed")), PARTS),
+        "read back from disk": compare(expected, read_state(plan.final("read-back")), PARTS),
     }
     show.comparison(columns)
 
@@ -303,11 +303,11 @@ def _read_back(plan: Plan) -> None:
 def _look(plan: Plan, show: Show, command: str, json: bool) -> tuple[int, Any]:
     """Run a command of Stepwell on the run, for the reader to see; with `json`, return what it says."""
     show.raw(f"$ {_stepwell()} {command} {_short(plan.run)}", "bold")
-    arguments = [sys.executable, "-m", "stepwell", command, str(plan.run)]
+    arguments = module_command("stepwell", command, str(plan.run))
     if not json:
         show.console.file.flush()
-        return subprocess.run(arguments, env=child_environment(), check=False).returncode, None
-    done = subprocess.run([*arguments, "--json"], env=child_environment(), stdout=subprocess.PIPE, check=False)
+        return subprocess.run(arguments, check=False).returncode, None
+    done = subprocess.run([*arguments, "--json"], stdout=subprocess.PIPE, check=False)
     try:
         return done.returncode, jsons.loads(done.stdout)
     except ValueError:
@@ -336,17 +336,19 @@ def _conclude(plan: Plan, show: Show, outcome: Outcome, blocked_seconds: list[fl
     for line, why in (
         (f"{command} show {run}", "what is in the newest step"),
         (f"{command} diff {run} {plan.steps - plan.save_every} {plan.steps}", "what the last steps changed"),
-        (f"{python} -m stepwell.demo.train --run {run} --steps {2 * plan.steps}", "train on; kill it, run it again"),
-        (f"printf X | dd conv=notrunc bs=1 seek=999999 of={shlex.quote(pack)}", "damage one byte of the newest step,"),
-        (f"{command} verify {run}", "have it found, and train on: the step before it is taken"),
+        (f"printf X | dd conv=notrunc bs=1 seek=999999 of={shlex.quote(pack)}", "damage one byte of the newest step"),
+        (f"{command} verify {run}", "have the damage found"),
+        (
+            f"{python} -m stepwell.demo.train --run {run} --steps {2 * plan.steps}",
+            "train on, from the step before the damaged one; kill it when you like, and call it again",
+        ),
     ):
         show.raw(f"# {why}", "dim")
         show.raw(line)
-    size = sum(file.stat().st_size for file in plan.folder.rglob("*") if file.is_file())
-    show.heading("To read and to remove")
-    show.say("The training script, with Stepwell on five lines of it:")
+    show.heading("To read: the training script, with Stepwell on five lines of it")
     show.raw(_short(Path(__file__).with_name("train.py")))
-    show.say(f"The demo's folder ({format_bytes(size)}), with the trainers' own output in {plan.log.name}:")
+    size = sum(file.stat().st_size for file in plan.folder.rglob("*") if file.is_file())
+    show.heading(f"To delete when you are done ({format_bytes(size)}; the trainers' own words are in {plan.log.name})")
     show.raw(_short(plan.folder))
 
 

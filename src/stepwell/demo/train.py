@@ -8,6 +8,7 @@ Everything that Stepwell needs is in `train`, on the lines marked with ①–⑤
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def build(
 
 def _rate(step: int) -> float:
     """Linear warm-up, then falling with the square root: it does not depend on how long the training will be."""
-    return min((step + 1) / WARM_UP_STEPS, (WARM_UP_STEPS / (step + 1)) ** 0.5)
+    return min((step + 1) / WARM_UP_STEPS, math.sqrt(WARM_UP_STEPS / (step + 1)))
 
 
 def state_of(training: Training) -> dict[str, Any]:

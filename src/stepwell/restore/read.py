@@ -37,7 +37,7 @@ class Source(Protocol):
 
     where: str
 
-    def read(self, begin: int, end: int, room: memoryview) -> memoryview:
+    def read(self, begin: int, end: int, room: memoryview, *, maybe_cached: bool = True) -> memoryview:
         """The data bytes [begin, end): a view of them, in `room` or in place. `begin` is a multiple of 4 MiB."""
 
     def read_into(self, begin: int, end: int, address: int) -> bool:
@@ -59,9 +59,9 @@ class FileSource:
             self.direct_fd = -1
         self.cached_reads = True
 
-    def read(self, begin: int, end: int, room: memoryview) -> memoryview:
+    def read(self, begin: int, end: int, room: memoryview, *, maybe_cached: bool = True) -> memoryview:
         size = end - begin
-        have = self._read_cached(begin, room[:size])
+        have = self._read_cached(begin, room[:size]) if maybe_cached else 0
         if have < size and self.direct_fd >= 0 and have == 0:
             have = self._read_direct(begin, room[: round_up(size, PAGE_BYTES)])
         while have < size:
@@ -107,7 +107,7 @@ class SlotSource:
     def __init__(self, view: memoryview, where: str) -> None:
         self.view, self.where = view, where
 
-    def read(self, begin: int, end: int, room: memoryview) -> memoryview:
+    def read(self, begin: int, end: int, room: memoryview, *, maybe_cached: bool = True) -> memoryview:
         return self.view[begin:end]
 
     def read_into(self, begin: int, end: int, address: int) -> bool:
@@ -222,15 +222,16 @@ class OpenStep:
         self, index: int, begin: int, end: int, targets: list[_Target], room: memoryview
     ) -> list[str]:
         source = self.sources[index]
-        if len(targets) == 1 and targets[0].begin <= begin and targets[0].end >= end:
+        alone = len(targets) == 1 and targets[0].begin <= begin and targets[0].end >= end
+        if alone:
             address = targets[0].at(begin)
             if source.read_into(begin, end, address):
                 whole = memoryview((ctypes.c_uint8 * (end - begin)).from_address(address)).cast("B")
                 bad = self._check(index, begin, whole)
-                if not bad:
+                if not bad and targets[0].copy.store is not None:
                     targets[0].delivered(end - begin)
                 return bad
-        data = source.read(begin, end, room)
+        data = source.read(begin, end, room, maybe_cached=not alone)
         bad = self._check(index, begin, data)
         if bad:
             return bad
@@ -238,7 +239,8 @@ class OpenStep:
         for target in targets:
             low, high = max(begin, target.begin), min(end, target.end)
             ctypes.memmove(target.at(low), base + low, high - low)
-            target.delivered(high - low)
+            if target.copy.store is not None:
+                target.delivered(high - low)
         return []
 
     def _check(self, index: int, begin: int, data: memoryview) -> list[str]:
@@ -275,14 +277,14 @@ class OpenStep:
 class _Target:
     """Where the bytes [begin, end) of a pack go. Bytes for `copy.store` are gathered first, then handed over."""
 
-    __slots__ = ("_address", "_left", "_lock", "_room", "begin", "copy", "end")
+    __slots__ = ("_address", "_left", "_room", "begin", "copy", "end")
+    _lock = threading.Lock()  # one for all: it is held for a moment, and only for tensors that are handed over
 
     def __init__(self, begin: int, end: int, copy: Copy) -> None:
         self.begin, self.end, self.copy = begin, end, copy
         self._address = copy.address
         self._left = end - begin
         self._room: np.ndarray | None = None
-        self._lock = threading.Lock()
 
     def at(self, position: int) -> int:
         """The host address for a pack position; the room for a tensor that is handed over is made at first use."""
@@ -294,8 +296,7 @@ class _Target:
         return self._address + position - self.begin
 
     def delivered(self, count: int) -> None:
-        if self.copy.store is None:
-            return
+        assert self.copy.store is not None
         with self._lock:
             self._left -= count
             if self._left:

@@ -71,14 +71,15 @@ class Survey:
         RuntimeError: a tensor has no plain memory; `why_not` says which and why.
     """
 
-    __slots__ = ("_devices", "_dtypes", "_plain", "_pointers", "_shapes")
+    __slots__ = ("_devices", "_dtypes", "_graded", "_lazy_bits", "_pointers", "_shapes")
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._dtypes: list[torch.dtype] = []
         self._shapes: list[torch.Size] = []
         self._devices: list[torch.device] = []
         self._pointers: list[int] = []
-        self._plain = True
+        self._graded = False
+        self._lazy_bits = False
         add_dtype, add_shape, add_device = self._dtypes.append, self._shapes.append, self._devices.append
         add_pointer = self._pointers.append
         for tensor in tensors:
@@ -86,8 +87,10 @@ class Survey:
             add_shape(tensor.shape)
             add_device(tensor.device)
             add_pointer(tensor.data_ptr())
-            if tensor.requires_grad or tensor.is_neg() or tensor.is_conj():
-                self._plain = False
+            if tensor.requires_grad:
+                self._graded = True
+            if tensor.is_neg() or tensor.is_conj():
+                self._lazy_bits = True
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -101,10 +104,12 @@ class Survey:
 
     def readable(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
         """The surveyed tensors, outside autograd and with conjugation and negation carried out; their addresses."""
-        if self._plain:
+        if self._graded:
+            tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+        if not self._lazy_bits:
             return tensors, self._pointers
-        ready = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
-        return ready, [tensor.data_ptr() for tensor in ready]
+        tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
+        return tensors, [tensor.data_ptr() for tensor in tensors]
 
 
 def why_not(tensor: Tensor) -> str | None:
