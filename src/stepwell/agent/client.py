@@ -17,7 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 from stepwell import errors
 from stepwell.agent import protocol as p
-from stepwell.agent.place import Place, peer_user, place_of
+from stepwell.agent.place import Place, bound_sending, peer_user, place_of
 from stepwell.errors import AgentError, RunBusyError, StepwellError
 from stepwell.testing.ops import failpoint
 
@@ -26,6 +26,7 @@ log = logging.getLogger("stepwell")
 START_SECONDS_MAX = 30.0
 ANSWER_SECONDS_MAX = 120.0
 BUSY_SECONDS_MAX = 15.0
+SEND_SECONDS_MAX = 20
 # The agent must be this very package, wherever the trainer found it; at the end of the path it can shadow nothing.
 _START = "import sys; sys.path.append(sys.argv.pop(1)); import runpy; runpy.run_module('stepwell.agent', None, '__main__')"
 _SOURCE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -98,6 +99,7 @@ class Client:
             except (FileNotFoundError, ConnectionRefusedError):
                 self._spawn(deadline)
                 connection.connect(self.place.socket)
+            bound_sending(connection, SEND_SECONDS_MAX)
             _, uid = peer_user(connection)
             if uid != os.getuid():
                 raise AgentError("the agent belongs to another user", where=self.place.socket, found=f"uid {uid}")

@@ -61,6 +61,11 @@ def peer_user(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
+def bound_sending(connection: socket.socket, seconds: int) -> None:
+    """Let a send to a peer that does not read fail after a while instead of blocking for ever."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
+
+
 def cgroup_of(pid: int | str) -> str:
     """The cgroups of a process as the kernel prints them; empty when it cannot be read."""
     try:

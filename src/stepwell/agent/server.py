@@ -28,7 +28,7 @@ from stepwell import errors
 from stepwell.agent import protocol as p
 from stepwell.agent.memory import make_slot
 from stepwell.agent.persist import WRITER, Order, Stages, persist, utc_now
-from stepwell.agent.place import Place, cgroup_of, peer_user
+from stepwell.agent.place import Place, bound_sending, cgroup_of, peer_user
 from stepwell.agent.prune import Pruner
 from stepwell.errors import AgentError, DamagedError, LineageError, RunBusyError, StepwellError
 from stepwell.flow.retain import plan_retention
@@ -50,6 +50,7 @@ IO_WORKERS = 3
 RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0)
 LINGER_SECONDS = 300.0
 SWEEP_SECONDS = 2.0
+SEND_SECONDS_MAX = 2
 
 
 @dataclass
@@ -211,6 +212,7 @@ class Server:
             log.warning("refused a connection of user %d (pid %d)", uid, pid)
             connection.close()
             return
+        bound_sending(connection, SEND_SECONDS_MAX)
         self.connections[connection.fileno()] = Connection(connection, pid)
         self.selector.register(connection, selectors.EVENT_READ)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stepwell import Restored, Save
 from stepwell.demo.compare import write_state
 from stepwell.demo.train import Training, build, state_of, train
 from stepwell.errors import StepwellError
@@ -32,14 +33,14 @@ def in_peace(training: Training, steps: int, report: Reporter) -> dict[str, Any]
 def with_stepwell(training: Training, run: Path, steps: int, save_every: int, report: Reporter) -> dict[str, Any]:
     """The training of train.py, telling about each save what it is right after `save()` has come back."""
 
-    def on_start(restored: Any) -> None:
+    def on_start(restored: Restored | None) -> None:
         report(
             event="start",
             restored={"step": restored.step, "tier": restored.tier} if restored else None,
             parameters=_parameter_count(training),
         )
 
-    def on_step(step: int, loss: float, save: Any) -> None:
+    def on_step(step: int, loss: float, save: Save | None) -> None:
         about = None
         if save is not None and not save.skipped:
             about = {"done": save.done, "blocked_seconds": save.blocked_seconds}

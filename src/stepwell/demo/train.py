@@ -88,8 +88,8 @@ def train(
     steps: int,
     save_every: int = 5,
     training: Training | None = None,
-    on_start: Callable[[Any], None] = lambda restored: None,
-    on_step: Callable[[int, float, Any], None] = lambda step, loss, save: None,
+    on_start: Callable[[stepwell.Restored | None], None] = lambda restored: None,
+    on_step: Callable[[int, float, stepwell.Save | None], None] = lambda step, loss, save: None,
 ) -> dict[str, Any]:
     """Train until `steps` steps are done, from wherever the run is, and return the final state.
 
@@ -123,10 +123,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
 
-    def on_start(restored: Any) -> None:
+    def on_start(restored: stepwell.Restored | None) -> None:
         print(f"going on after step {restored.step}" if restored else "a new run", flush=True)
 
-    def on_step(step: int, loss: float, save: Any) -> None:
+    def on_step(step: int, loss: float, save: stepwell.Save | None) -> None:
         if step % 10 == 0:
             print(f"step {step:5d}  loss {loss:.4f}", flush=True)
 
