@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from . import report
+from .targets import FIO
 
 HERE = Path(__file__).parent
 ROUNDS = {"a": 5, "b": 3, "c": 5}
@@ -28,6 +29,8 @@ def main() -> int:
     states = arguments.states.replace(",", "")
     if not states or set(states) - set(ROUNDS):
         parser.error("--states takes a, b and c")
+    if unknown := set(arguments.only) - {FIO, *report.TITLES}:
+        parser.error(f"--only does not know {', '.join(sorted(unknown))}; there are {FIO}, {', '.join(report.TITLES)}")
     scale = arguments.scale or (0.1 if arguments.quick else 1.0)
     # What is not the whole comparison must not take the place of one.
     whole = scale == 1 and not arguments.only and set(states) == set(ROUNDS)

@@ -279,7 +279,7 @@ class Entry:
     a later one does not. Stepwell has two slots to touch, and lazy saves are audited twice, so its later one is the
     third. Those who measure no first save are warmed up with a tiny one. `lazy` saves end within a
     training step, so one follows. `dcp` are the peers that "the best DCP" is chosen from. `restores` come after the
-    saves. `rounds_max` limits those who are measured for information only.
+    saves. `rounds_max` limits those who are never the best or are there for information only.
     """
 
     name: str
@@ -329,7 +329,7 @@ ENTRIES = (
     Entry("stepwell-lazy", _stepwell_lazy, states="ac", saves=_THREE, lazy=True, stepwell=True),
     Entry("torch-save", TorchSave, restores=_FILES),
     Entry("safetensors", Safetensors, restores=_FILES),
-    Entry("dcp-1", Dcp, dcp=True),
+    Entry("dcp-1", Dcp, dcp=True, rounds_max=3),
     Entry("dcp-4", _dcp_4, dcp=True, restores=_FILES),
     Entry("dcp-async-thread", _dcp_thread, saves=_BOTH, dcp=True),
     Entry("dcp-async-process", _dcp_process, saves=_BOTH, dcp=True),

@@ -44,6 +44,14 @@ class Bound:
     confidence: float
 
 
+def order(names: Iterable[str], number: int) -> list[str]:
+    """Who works when in a round: another one begins each time, and in every second round the order is reversed."""
+    names = list(names)
+    first = 2 * number % max(1, len(names))
+    rotated = names[first:] + names[:first]
+    return rotated[::-1] if number % 2 else rotated
+
+
 def spread(values: Iterable[float]) -> Spread | None:
     """Median and range; None when there is nothing."""
     numbers = sorted(values)

@@ -50,7 +50,11 @@ class Child:
         self._process.start()
         theirs.close()
         self._descendants: list[psutil.Process] = []
-        self.call("ready")
+        try:
+            self.call("ready")
+        except ContestantFailed:
+            self.end()
+            raise
 
     @property
     def pid(self) -> int:
@@ -184,15 +188,17 @@ class Worker:
         used = cpu_used(os.getpid())
         tree_seconds = used.tree_seconds - cpu.tree_seconds - (self._heartbeat.cpu_seconds - beats)
         gigabytes = self._state.byte_count / 1e9
-        return {
+        figures = {
             "blocked_seconds": _blocked(saving, returned_seconds),
             "durable_seconds": durable_seconds,
             "bytes_per_second": self._state.byte_count / durable_seconds,
             "cpu_seconds_per_gb": tree_seconds / gigabytes,
-            "agent_cpu_seconds_per_gb": (used.agent_seconds - cpu.agent_seconds) / gigabytes,
             "heartbeat_worst_seconds": heartbeat_seconds,
             "heartbeat_idle_seconds": idle_seconds,
         }
+        if self._entry.stepwell:
+            figures["agent_cpu_seconds_per_gb"] = (used.agent_seconds - cpu.agent_seconds) / gigabytes
+        return figures
 
     def train(self, step: int) -> dict[str, float]:
         """Train with one save at the beginning until it is durable, then the same number of steps without."""

@@ -6,11 +6,20 @@ import itertools
 import math
 
 import pytest
-from benchmarks.stats import Sample, lowest, median_bound, paired_ratios, series, spread
+from benchmarks.stats import Sample, lowest, median_bound, order, paired_ratios, series, spread
 
 
 def sample(number: int, value: float, *, contestant: str = "one", kind: str = "later") -> Sample:
     return Sample("a", number, contestant, kind, {"blocked_seconds": value})
+
+
+def test_everybody_works_once_a_round_and_neighbours_change() -> None:
+    names = list("abcde")
+    rounds = [order(names, number) for number in range(5)]
+    assert all(sorted(round) == names for round in rounds)
+    assert len({round[0] for round in rounds}) >= 4
+    assert rounds[1].index("b") - rounds[1].index("a") != rounds[0].index("b") - rounds[0].index("a")
+    assert order([], 3) == []
 
 
 def test_a_series_is_keyed_by_round_and_takes_the_median_within_one() -> None:

@@ -19,6 +19,7 @@ def test_words() -> None:
     assert judge("", 0.4, values, at_most=False).word == "met"
     assert judge("", 0.7, values, at_most=False).word == "likely"
     assert judge("", 0.9, values, at_most=False).word == "missed"
+    assert judge("", 1.3, values[:2]).word == "likely"
     assert judge("", 1.0, []).word == "not measured"
 
 

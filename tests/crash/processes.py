@@ -181,19 +181,19 @@ def one_kill(victim: str, fault: str, root: str) -> tuple[bool, list[str]]:
             wrong.append(f"the trainer was to be killed: {first}")
         if victim == "both":
             wrong += [f"after the kill: {text}" for text in violations(root, first.keys)]
-        last = run_trainer(root, "")
+        last = run_trainer(root, "", STEPS + 1)
         if last.status != 0:
             wrong.append(f"the restarted trainer failed: {last}")
-        newest = max(first.accepted if victim == "trainer" else map(_step_of, first.keys), default=None)
-        if newest is not None and (last.restored is None or last.restored < newest):
-            wrong.append(f"step {newest} was promised, and step {last.restored} restored")
+        promised = max(first.accepted if victim == "trainer" else map(_step_of, first.keys), default=None)
+        if promised is not None and (last.restored is None or last.restored < promised):
+            wrong.append(f"step {promised} was promised, and step {last.restored} restored")
     left = wait_until_alone(root)
     if left is not None:
         wrong.append(f"in the end there is {left}")
     wrong += [f"in the end: {text}" for text in violations(root, [*first.keys, *last.keys])]
-    newest_step = max((step.step for step in stepwell.steps(root)), default=None)
-    if newest_step != STEPS:
-        wrong.append(f"in the end the newest step is {newest_step}")
+    newest = max((step.step for step in stepwell.steps(root)), default=None)
+    if newest != STEPS + (victim != "agent"):
+        wrong.append(f"in the end the newest step is {newest}")
     wrong += [f"in the end: {name} is left, and nothing needs it" for name in leftovers(root)]
     if os.path.exists(place_of(root).socket):
         wrong.append("in the end the socket is left")

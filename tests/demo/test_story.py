@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers import agents_of
 
 from stepwell.demo import run as run_demo
 from stepwell.demo.story import MARKER, Outcome, Plan, claimed
 from stepwell.demo.trainer import Kill, Trainer, agent_of
 from stepwell.errors import RunBusyError, StepwellError, UsageError
-from tests.helpers import agents_of
 
 # Small steps, but a state of 15 MB: written in a few milliseconds at the least, so that a kill can hit the writing.
 SIZES = {"layers": 2, "width": 224, "heads": 2, "context": 16, "batch": 2}

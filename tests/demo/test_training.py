@@ -64,28 +64,28 @@ def test_every_part_of_the_state_is_needed(missing: str) -> None:
     one, _ = trained(3)
     generator = torch.get_rng_state()
     carried = {name: part.state_dict() for name, part in state_of(one).items() if name != "losses"}
-    carried = {name: flatten_copy(state) for name, state in carried.items()}
-    expected = trained(2, one)[1]
+    carried = {name: cloned(state) for name, state in carried.items()}
+    expected = trained(4, one)[1]
 
     def resumed(without: str | None) -> list[float]:
         two = build(**TINY)
         for name, part in state_of(two).items():
             if name not in ("losses", without):
-                part.load_state_dict(flatten_copy(carried[name]))
+                part.load_state_dict(cloned(carried[name]))
         torch.set_rng_state(generator)
-        return trained(2, two)[1]
+        return trained(4, two)[1]
 
     assert resumed(None) == expected
     assert resumed(missing) != expected
 
 
-def flatten_copy(value: Any) -> Any:
+def cloned(value: Any) -> Any:
     """A deep copy that shares no tensor."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return {key: flatten_copy(one) for key, one in value.items()}
-    return [flatten_copy(one) for one in value] if isinstance(value, list) else value
+        return {key: cloned(one) for key, one in value.items()}
+    return [cloned(one) for one in value] if isinstance(value, list) else value
 
 
 def test_train_resumes_where_it_was_and_saves_the_last_step(run: Path) -> None:

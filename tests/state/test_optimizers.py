@@ -13,6 +13,7 @@ from torch import nn
 
 from stepwell.errors import StateMismatchError, UnsupportedStateError
 from stepwell.state import flatten, match
+from stepwell.state.torch_state import state_device
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -152,6 +153,20 @@ def test_case_32_fp32_moments_of_bf16_parameters_keep_their_dtype(used: bool) ->
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert restored.state[b]["m"].dtype == torch.float32
         assert_same(restored.state[b], optimizer.state[a])
+
+
+def test_a_new_step_counter_stays_on_the_cpu_unless_the_optimizer_wants_it_beside_the_parameter() -> None:
+    parameter = nn.Parameter(torch.zeros(1, device="meta"))
+    optimizer = torch.optim.Adam([parameter])
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    for options, key, device in (
+        ({}, "step", cpu),
+        ({"fused": None, "capturable": False}, "step", cpu),
+        ({"fused": True}, "step", meta),
+        ({"capturable": True}, "step", meta),
+        ({}, "exp_avg", meta),
+    ):
+        assert state_device(optimizer, options, parameter, key) == device
 
 
 def test_the_order_of_parameters_may_differ() -> None:

@@ -150,6 +150,7 @@ def test_conjugated_and_negated_views_are_stored_as_they_read() -> None:
     assert state["neg"].is_neg()
     stored = store(state)
     assert stored.saved.alias_of == [-1, -1, -1]
+    assert all(address_of(tensor) for tensor in stored.flat.tensors), "bytes can be copied as they are"
     target = torch.zeros(2, dtype=torch.complex64)
     live = {"conj": torch.zeros(2, dtype=torch.complex64).conj(), "neg": target.conj().imag, "plain": base.clone()}
     stored.restore(live)

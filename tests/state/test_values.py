@@ -191,6 +191,17 @@ def test_an_array_that_is_no_tensor_comes_back_exactly(value: Any) -> None:
     assert identical(turned(value), value)
 
 
+def test_equal_sets_give_equal_bytes() -> None:
+    words = [f"word{number}" for number in range(50)] + [(number, None) for number in range(50)]
+    grown: set[Any] = set()
+    for word in reversed(words):
+        grown.add(word)
+        grown.add(-1)
+        grown.discard(-1)
+    assert encode_values([set(words)]) == encode_values([grown])
+    assert encode_values([set(range(9))]) == encode_values([set(range(8, -1, -1))])
+
+
 class Text(str):
     pass
 

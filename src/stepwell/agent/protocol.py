@@ -108,12 +108,24 @@ class Note(Message, frozen=True):
 
 
 class Prune(Message, frozen=True):
-    """Apply a Keep now (from the command)."""
+    """Apply a Keep now (from the command): remove at most `limit` steps, so that an answer fits into a message."""
 
     keep_last: int
     keep_every: int | None
     keep_best: tuple[str, str, int] | None
-    dry_run: bool
+    limit: int
+    request: int = 0
+
+
+class AskStatus(Message, frozen=True):
+    """What is the agent doing? (from the command)"""
+
+    request: int = 0
+
+
+class Stop(Message, frozen=True):
+    """Finish what is accepted, then end (from the command); refused while a trainer is connected."""
+
     request: int = 0
 
 
@@ -190,14 +202,37 @@ class MemoryIs(Message, frozen=True):
 
 
 class Pruned(Message, frozen=True):
+    """The keys of the steps that are gone now. Steps that somebody reads stay and are not named."""
+
     removed: tuple[str, ...]
-    reasons: dict[str, str]
+    request: int = 0
+
+
+class SlotIs(Message, frozen=True):
+    """One slot of the agent; `holds` is the committed step in it."""
+
+    slot: int
+    bytes: int
+    holds: str | None
+
+
+class StatusIs(Message, frozen=True):
+    """What the agent is doing. `trainer_pid` is 0 for a trainer whose process cannot be seen from here; `pending`
+    counts orders that are not finished yet."""
+
+    pid: int
+    service: bool
+    trainer_pid: int | None
+    attempt: int | None
+    slots: tuple[SlotIs, ...]
+    pending: int
+    stopping: bool
     request: int = 0
 
 
 AnyMessage: TypeAlias = (
-    Hello | OpenAttempt | LayoutIs | MakeSlot | AdoptSlot | DropSlot | Begin | Persist | AskMemory | Note | Prune | Bye
-    | Welcome | Refused | AttemptOpened | SlotMade | Committed | Failed | MemoryIs | Pruned
+    Hello | OpenAttempt | LayoutIs | MakeSlot | AdoptSlot | DropSlot | Begin | Persist | AskMemory | Note | Prune | AskStatus
+    | Stop | Bye | Welcome | Refused | AttemptOpened | SlotMade | Committed | Failed | MemoryIs | Pruned | StatusIs
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -41,7 +41,7 @@ from stepwell.store.layout import Layout
 from stepwell.store.manifest import AttemptDocument, RunDocument, encode
 from stepwell.testing.ops import failpoint, ops_from_environment
 from stepwell.tiers.base import FileOps, OsFileOps
-from stepwell.tiers.posix import PosixTier, is_permanent
+from stepwell.tiers.posix import PosixTier, is_permanent, make_folders
 from stepwell.tiers.probe import probe
 
 log = logging.getLogger("stepwell.agent")
@@ -120,7 +120,7 @@ class Server:
             fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunBusyError("an agent for this run is running already", where=self.place.lock) from None
-        os.makedirs(self.root, exist_ok=True)
+        make_folders(self.ops, self.root)
         self.abilities = probe(self.root, self.ops)
         self.tier = PosixTier(self.root, self.ops, self.abilities)
         for folder in (names.ATTEMPTS, names.LAYOUTS, names.STEPS, names.TELEMETRY):
@@ -295,6 +295,10 @@ class Server:
                 self.persister.note(dict(message.record))
             case p.Prune():
                 self.persister.prune_now(peer, message)
+            case p.AskStatus():
+                self._say(peer, self._status(message.request))
+            case p.Stop():
+                self._stop_unless_used(peer, message)
             case p.Bye():
                 peer.said_bye = True
             case _:
@@ -459,6 +463,31 @@ class Server:
             answer = p.MemoryIs(slot.holds, slot.index, slot.bytes, slot.layout, message.request)
             self._say(peer, answer, (slot.fd,))
 
+    def _status(self, request: int) -> p.StatusIs:
+        trainer = self._trainer()
+        return p.StatusIs(
+            pid=os.getpid(),
+            service=self.service,
+            trainer_pid=trainer.pid if trainer else None,
+            attempt=self.attempt.attempt if self.attempt else None,
+            slots=tuple(p.SlotIs(slot.index, slot.bytes, slot.holds) for slot in self.slots.values()),
+            pending=self.persister.unfinished,
+            stopping=self.stopping,
+            request=request,
+        )
+
+    def _stop_unless_used(self, peer: Connection, message: p.Stop) -> None:
+        trainer = self._trainer()
+        if trainer is not None:
+            raise RunBusyError(
+                "a trainer uses this agent, and would start another one",
+                where=self.root,
+                found=f"pid {trainer.pid} ({_command_of(trainer.pid)})",
+                todo="end that trainer first; its agent ends with it",
+            )
+        self.stopping = True
+        self._say(peer, self._status(message.request))
+
     # ---- answers of the persister
 
     def committed(self, job: Job, stages: dict[str, float], retries: int) -> None:
@@ -502,8 +531,13 @@ class Persister(threading.Thread):
         keep = Keep(last=message.keep_last, every=message.keep_every, best=message.keep_best)  # type: ignore[arg-type]
 
         def work() -> None:
-            removed, reasons = self._prune(keep, None, dry_run=message.dry_run)
-            self.server.post(lambda: self.server._say(peer, p.Pruned(tuple(removed), reasons, message.request)))
+            try:
+                removed = self._prune(keep, None, limit=message.limit)
+            except (StepwellError, OSError) as error:
+                refused = error
+                self.server.post(lambda: self.server._refuse(peer, message, refused))
+                return
+            self.server.post(lambda: self.server._say(peer, p.Pruned(tuple(removed), message.request)))
 
         self._submit(work)
 
@@ -565,30 +599,29 @@ class Persister(threading.Thread):
         seconds["durable_seconds"] = manifest.durable_seconds
         self.server.post(lambda: self.server.committed(job, seconds, retries))
         self._write_record(job, stages, retries, None)
-        removed, _ = self._prune(job.keep, job.resumed_from, attempt=job.order.attempt)
+        removed = self._prune(job.keep, job.resumed_from, attempt=job.order.attempt)
         if removed:
             log.info("pruned %s", ", ".join(removed))
 
     def _prune(
-        self, keep: Keep, resumed_from: str | None, *, attempt: int | None = None, dry_run: bool = False
-    ) -> tuple[list[str], dict[str, str]]:
+        self, keep: Keep, resumed_from: str | None, *, attempt: int | None = None, limit: int | None = None
+    ) -> list[str]:
         catalogue = catalogues.read(self.server.root, self.known)
         self.known = {step.key: step for step in catalogue.steps}
         newest_attempt = max((a.attempt for a in catalogue.attempts), default=0)
         if attempt is not None and attempt < newest_attempt:
             log.warning("attempt %d is superseded by %d: it prunes nothing", attempt, newest_attempt)
-            return [], {}
+            return []
         if resumed_from is None and catalogue.attempts:
             resumed_from = catalogue.attempts[-1].parent
         tip = catalogue.newest.key if catalogue.newest else None
         plan = plan_retention(
             catalogue.facts(), catalogue.attempt_facts(), keep, tip=tip, resumed_from=resumed_from
         )
-        if dry_run:
-            return list(plan.remove), dict(plan.reasons)
+        plan = replace(plan, remove=plan.remove[:limit])
         removed = self.server.pruner.condemn(plan, catalogue) if plan.remove else []
         self._sweep()
-        return removed, dict(plan.reasons)
+        return removed
 
     def _sweep(self) -> None:
         self.server.pruner.sweep()
@@ -679,7 +712,8 @@ def run_agent(root: str, place: Place, *, service: bool, ready_fd: int | None) -
     server = Server(root, place, service=service)
     server.open()
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is meant for the trainer
+    # Ctrl-C in the trainer's terminal is meant for the trainer; a service has a terminal of its own.
+    signal.signal(signal.SIGINT, (lambda *_: server.stop()) if service else signal.SIG_IGN)
     lower_priority()
     if ready_fd is not None:
         os.write(ready_fd, b"1")

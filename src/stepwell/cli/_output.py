@@ -148,6 +148,12 @@ def print_facts(out: Console, facts: Sequence[tuple[str, str]], *, indent: str =
         out.print(Text.assemble((f"{indent}{name:<{width}}{GAP}", "dim"), printable(text)))
 
 
+def indented(text: str, indent: str, *, first: str | None = None) -> str:
+    """Text of several lines below an indent, made printable; `first` takes the place of the first line's indent."""
+    lines = [printable(line) for line in text.splitlines()]
+    return "\n".join((first if first is not None and i == 0 else indent) + line for i, line in enumerate(lines))
+
+
 def local_time(created: str) -> str:
     """A time from a document (RFC 3339, UTC) as the clock on the wall shows it here."""
     moment = _parsed(created)

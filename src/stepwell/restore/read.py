@@ -187,7 +187,7 @@ class OpenStep:
             if progress:
                 progress(end - begin)
 
-        with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="read") as pool, _pinned(self) as bump:
+        with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="read") as pool, pinned(self) as bump:
 
             def guarded(unit: tuple[int, int, int]) -> None:
                 bump()
@@ -318,7 +318,7 @@ def _overlapping(targets: list[_Target], begin: int, end: int) -> list[_Target]:
 
 
 @contextmanager
-def _pinned(opened: OpenStep) -> Iterator[Callable[[], None]]:
+def pinned(opened: OpenStep) -> Iterator[Callable[[], None]]:
     """Hold a pin in the step's folder, so that no pruner takes the packs away; without write access, no pin."""
     if not isinstance(opened.sources[0], FileSource):
         yield lambda: None

@@ -1,17 +1,20 @@
 """Copies from an accelerator into a slot: pinned memory, a side stream and events, no device-wide synchronisation.
 
-`CudaCopier` is the real one. The checkpointer only uses the `DeviceCopier` protocol, so everything but the transfer
-itself is tested on a machine without an accelerator (`stepwell.testing.device`).
+`CudaCopier` is the real one. It takes the torch that it calls as an argument, so that all of it is tested on machines
+without an accelerator against a fake one (`stepwell.testing.device`).
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import Any, Protocol
+
+CUDA_HOST_REGISTER_PORTABLE = 1  # pinned for every device, not only for the current one
 
 
 class Ticket(Protocol):
-    """Copies that have been queued."""
+    """Copies that have been queued. It keeps the tensors alive until `wait` has returned."""
 
     def wait(self) -> None:
         """Block the host until the copies are in host memory."""
@@ -24,58 +27,96 @@ class DeviceCopier(Protocol):
     """Queues copies from device tensors to host views."""
 
     def register(self, address: int, size: int) -> bool:
-        """Pin host memory for direct transfer; True when it is pinned now."""
+        """Pin host memory for direct transfer; True when the transfers are as fast as they can be now."""
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`; before the memory is unmapped."""
 
     def copy(self, pairs: list[tuple[Any, Any]]) -> Ticket:
         """Queue (host view, device tensor) copies after everything the trainer has queued so far."""
 
 
 class CudaCopier:
-    """`DeviceCopier` for CUDA: one side stream per device."""
+    """`DeviceCopier` for CUDA: one side stream per device. Only the trainer's thread queues copies."""
 
-    def __init__(self) -> None:
-        self.torch = sys.modules["torch"]
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
         self.streams: dict[Any, Any] = {}
 
     def register(self, address: int, size: int) -> bool:
-        code = self.torch.cuda.cudart().cudaHostRegister(address, size, 0)
-        return int(code) == 0
+        code = self.torch.cuda.cudart().cudaHostRegister(address, size, CUDA_HOST_REGISTER_PORTABLE)
+        if int(code) == 0:
+            return True
+        with suppress(RuntimeError):  # CUDA reports this failure once more, to whoever launches next: let it be us
+            self.torch.zeros(1, device="cuda")
+        return False
 
-    def copy(self, pairs: list[tuple[Any, Any]]) -> CudaTicket:
-        events = []
+    def unregister(self, address: int) -> None:
+        self.torch.cuda.cudart().cudaHostUnregister(address)
+
+    def copy(self, pairs: list[tuple[Any, Any]]) -> Ticket:
         by_device: dict[Any, list[tuple[Any, Any]]] = {}
         for pair in pairs:
             by_device.setdefault(pair[1].device, []).append(pair)
+        events: list[tuple[Any, Any]] = []
+        copy = self.torch.Tensor.copy_
         for device, members in by_device.items():
-            if device not in self.streams:
-                self.streams[device] = self.torch.cuda.Stream(device)
-            stream = self.streams[device]
+            stream = self.streams.get(device)
+            if stream is None:
+                stream = self.streams[device] = self.torch.cuda.Stream(device)
             stream.wait_stream(self.torch.cuda.current_stream(device))
-            with self.torch.no_grad(), self.torch.cuda.stream(stream):
-                for view, tensor in members:
-                    view.copy_(tensor, non_blocking=True)
-                    tensor.record_stream(stream)  # its memory must not be given to others before the copy ran
-                event = self.torch.cuda.Event()
-                event.record(stream)
+            event = self.torch.cuda.Event(blocking=True)
             events.append((device, event))
-        return CudaTicket(self.torch, events)
+            with self.torch.no_grad(), self.torch.cuda.stream(stream):
+                try:
+                    for view, tensor in members:
+                        copy(view, tensor, non_blocking=True)
+                finally:
+                    event.record(stream)
+        return CudaTicket(self.torch, events, pairs)
 
 
 class CudaTicket:
     """`Ticket` of `CudaCopier`: one event per device."""
 
-    def __init__(self, torch: Any, events: list[tuple[Any, Any]]) -> None:
-        self.torch, self.events = torch, events
+    def __init__(self, torch: Any, events: list[tuple[Any, Any]], pairs: list[tuple[Any, Any]]) -> None:
+        self.torch, self.events, self.pairs = torch, events, pairs
 
     def wait(self) -> None:
         for _, event in self.events:
             event.synchronize()
+        self.pairs = []
 
     def hold_device(self) -> None:
         for device, event in self.events:
             self.torch.cuda.current_stream(device).wait_event(event)
 
 
-def copier_for(device_type: str) -> DeviceCopier | None:
-    """The copier of a device type, or None: then tensors are brought to the host one by one."""
-    return CudaCopier() if device_type == "cuda" else None
+class PlainCopier:
+    """`DeviceCopier` for devices whose streams are not known here: each tensor is brought to the host at once."""
+
+    def register(self, address: int, size: int) -> bool:
+        return True
+
+    def unregister(self, address: int) -> None:
+        """Nothing was registered."""
+
+    def copy(self, pairs: list[tuple[Any, Any]]) -> Ticket:
+        for view, tensor in pairs:
+            view.copy_(tensor.detach())
+        return NothingToWaitFor()
+
+
+class NothingToWaitFor:
+    """The `Ticket` of copies that are complete."""
+
+    def wait(self) -> None:
+        """Everything is there already."""
+
+    def hold_device(self) -> None:
+        """Everything is there already."""
+
+
+def copier_for(device_type: str) -> DeviceCopier:
+    """The copier of a device type."""
+    return CudaCopier(sys.modules["torch"]) if device_type == "cuda" else PlainCopier()

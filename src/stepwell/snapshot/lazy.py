@@ -1,8 +1,9 @@
 """The lazy snapshot: parameters and optimizer state are copied while the next forward and backward run.
 
-It is only as safe as the claim that nothing changes these tensors before `optimizer.step()`. So: only tensors of
-hooked torch optimizers are lazy; the first saves are copied eagerly *and* compared at the barrier, and whatever
-differs there is eager from then on, by name; and a version that moved without the barrier fails that save.
+It is only as safe as the claim that nothing changes these tensors before `optimizer.step()`. So: only what belongs to
+torch's own optimizers is lazy; a hook in front of every optimizer's `step` holds it back until the copy is whole (the
+*barrier*); the first saves are copied eagerly *and* compared at the barrier, and whatever differs there is eager from
+then on, by name; and a version that moved without the barrier fails that save.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import logging
 import sys
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from stepwell.errors import UnsafeSnapshotError
-from stepwell.snapshot.device import Ticket
+from stepwell.snapshot.device import NothingToWaitFor, Ticket
 from stepwell.snapshot.slot import Slot
 from stepwell.state import address_of
 from stepwell.store.layout import Layout
@@ -29,53 +33,71 @@ log = logging.getLogger("stepwell")
 
 AUDITED_SAVES = 2
 GROUP_BYTES = 32 << 20
+# On the host a smaller tensor takes as long to note down as to copy. This also makes step counters eager.
+LAZY_BYTES_MIN = 64 << 10
 
 
 class LazyPolicy:
-    """Knows which tensors may be lazy, hooks their optimizers, and learns which may not.
+    """Knows which tensors may be lazy, hooks the optimizers, and learns which tensors may not.
 
-    `barrier` is called at the entry of every hooked `optimizer.step()`.
+    `barrier` is called at the entry of every `step()` of a torch optimizer, in the state or not. Used by the trainer's
+    thread, but for `learn`, which any thread may call.
     """
 
     def __init__(self, barrier: Callable[[], None]) -> None:
         self.barrier = barrier
-        self.never: set[str] = set()
         self.audits_left = AUDITED_SAVES
-        self._hooked: dict[int, Any] = {}
-        self._choice: tuple[object, list[int], list[int]] | None = None
+        self.never: set[str] = set()
+        self._candidates: set[str] = set()
+        self._hook: Any = None
 
     def split(self, flat: Flat) -> tuple[list[int], list[int]]:
-        """(eager, lazy) indices of the stored tensors."""
-        signature = (id(flat.specs), id(flat.skeleton), len(self.never))
-        if self._choice is None or self._choice[0] != signature:
-            eager: list[int] = []
-            lazy: list[int] = []
-            for i, owner in enumerate(flat.owners):
-                if flat.alias_of[i] >= 0:
-                    continue
-                known_safe = flat.names[i] not in self.never and can_be_lazy(flat, i)
-                may = owner is not None and known_safe and self._hook(owner[1])
-                (lazy if may else eager).append(i)
-            shared = {target for i, target in enumerate(flat.alias_of) if target >= 0 and flat.owners[i] is None}
-            eager += [i for i in lazy if i in shared]
-            lazy = [i for i in lazy if i not in shared]
-            self._choice = (signature, eager, lazy)
-        else:
-            for owner in {id(o[1]): o for o in flat.owners if o is not None}.values():
-                self._hook(owner[1])
-        return self._choice[1], self._choice[2]
+        """(eager, lazy) indices of the stored tensors.
 
-    def _hook(self, optimizer: Any) -> bool:
-        """Hook an optimizer of torch's own; others, and whole-step CUDA graphs (capturable), stay eager."""
-        if not type(optimizer).__module__.startswith("torch.optim"):
-            return False
-        if any(group.get("capturable") for group in optimizer.param_groups):
-            return False
-        known = self._hooked.get(id(optimizer))
-        if known is None or known[0] is not optimizer:
-            handle = optimizer.register_step_pre_hook(lambda *_: self.barrier())
-            self._hooked[id(optimizer)] = (optimizer, handle)
-        return True
+        Lazy: parameters and state of torch's own optimizers that overlap with nothing else in the state. A candidate
+        that was none before begins the audits anew.
+        """
+        eager: list[int] = []
+        lazy: list[int] = []
+        allowed: dict[int, bool] = {}
+        options: set[int] = set()
+        owned_aliases = {target for i, target in enumerate(flat.alias_of) if target >= 0 and flat.owners[i] is None}
+        for i, owner in enumerate(flat.owners):
+            if flat.alias_of[i] >= 0:
+                continue
+            spec = flat.specs[i]
+            if owner is None or (spec.device == "cpu" and spec.nbytes < LAZY_BYTES_MIN):
+                eager.append(i)
+                continue
+            optimizer = owner[1]
+            if id(optimizer) not in allowed:
+                allowed[id(optimizer)] = _holds_still(optimizer)
+                options |= _option_addresses(optimizer)
+            tensor = flat.tensors[i]
+            may = (
+                allowed[id(optimizer)]
+                and i not in owned_aliases
+                and flat.names[i] not in self.never
+                and tensor.data_ptr() not in options
+                and (spec.device != "cpu" or address_of(tensor) != 0)  # host tensors are copied by address
+                and not tensor.is_inference()  # has no version that could be watched
+            )
+            (lazy if may else eager).append(i)
+        if lazy:
+            touched = _overlapped(flat, lazy, eager)
+            if touched:
+                eager += sorted(touched)
+                lazy = [i for i in lazy if i not in touched]
+        names = {flat.names[i] for i in lazy}
+        if not names <= self._candidates:
+            self._candidates |= names
+            self.audits_left = AUDITED_SAVES
+        if lazy and self._hook is None:
+            from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+            # One hook for all optimizers: also one that is not in the state may hold a parameter that is.
+            self._hook = register_optimizer_step_pre_hook(lambda *_: self.barrier())
+        return eager, lazy
 
     def learn(self, names: list[str], why: str) -> None:
         """Make tensors eager from now on."""
@@ -83,134 +105,199 @@ class LazyPolicy:
         if new:
             self.never.update(new)
             log.warning(
-                "lazy snapshot: %d tensors %s; they are copied eagerly from now on: %s%s",
-                len(new),
-                why,
-                ", ".join(new[:5]),
-                " …" if len(new) > 5 else "",
+                "lazy snapshot: %d tensors %s; they are copied eagerly from now on: %s", len(new), why, listed(new)
             )
 
     def close(self) -> None:
-        for _, handle in self._hooked.values():
-            handle.remove()
-        self._hooked.clear()
+        """Give the hook back."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
 
 class LazyCopy:
-    """One lazy snapshot under way. `finish` is called exactly once, from the thread that completes it."""
+    """One lazy snapshot under way: host tensors in groups by whoever has time, device tensors behind a ticket.
+
+    `finish` is called exactly once, from `work`, with the error if there is one. The tensors are held until then and
+    no longer.
+    """
 
     def __init__(
         self, slot: Slot, layout: Layout, flat: Flat, indices: list[int], finish: Callable[[Exception | None], None]
     ) -> None:
-        self.flat, self.indices, self.finish = flat, indices, finish
-        self.versions = [_version(flat.tensors[i]) for i in indices]
+        self.finish = finish
         self.done = threading.Event()
-        self.barrier_seconds = 0.0
-        self._groups = _groups(slot, layout, flat, indices)
-        self._next = 0
+        self.barrier_seconds = 0.0  # final once `done`
+        self.ticket: Ticket = NothingToWaitFor()  # set before `work` begins
+        self.moved: list[str] = []
+        self._names = [flat.names[i] for i in indices]
+        self._tensors = [flat.tensors[i] for i in indices]
+        self._versions = [int(tensor._version) for tensor in self._tensors]
+        self._groups = _groups(slot, layout, flat, [i for i in indices if flat.specs[i].device == "cpu"])
         self._left = len(self._groups)
+        self._next = 0
         self._lock = threading.Lock()
+        self._host_done = threading.Event()
+        self._judged = False
+        self._held_since_seconds: float | None = None
         self._error: Exception | None = None
+        if not self._groups:
+            self._host_done.set()
 
     def work(self) -> None:
-        """Copy groups until none is left; several threads may do so at once."""
+        """Copy, wait for the rest, and finish; in the background, once."""
+        try:
+            self.help()
+            self._host_done.wait()
+            self.ticket.wait()
+        except Exception as error:  # kept for the handle
+            self._error = self._error or error
+        self._judge()
+        error = self._error
+        if error is None and self.moved:
+            error = UnsafeSnapshotError(
+                "tensors changed while the lazy snapshot was reading them",
+                where=listed(self.moved),
+                expected="no change before optimizer.step()",
+                todo="this save is dropped and these tensors are copied eagerly from now on; "
+                "or call ckpt.barrier() before changing them",
+            )
+        self._names, self._tensors, self._groups, self.ticket = [], [], [], NothingToWaitFor()
+        try:
+            self.finish(error)
+        finally:
+            self.done.set()
+
+    def help(self) -> None:
+        """Copy groups of host tensors until none is left to begin with; any thread may."""
         while True:
             with self._lock:
                 if self._next >= len(self._groups):
-                    break
+                    return
                 group = self._groups[self._next]
                 self._next += 1
             try:
                 for destination, source, size in group:
                     ctypes.memmove(destination, source, size)
-            except Exception as error:  # kept for the handle; the barrier must not hang on it
+            except Exception as error:  # kept for the handle; training goes on
                 self._error = error
-            with self._lock:
-                self._left -= 1
-                last = self._left == 0
-            if last:
-                self._complete()
+            except BaseException:  # Ctrl-C in the trainer's thread: its group is not whole
+                self._error = UnsafeSnapshotError("the lazy snapshot was interrupted")
+                raise
+            finally:
+                with self._lock:
+                    self._left -= 1
+                    if self._left == 0:
+                        self._host_done.set()
 
     def barrier(self) -> None:
-        """Help copying, then wait for the rest: after this the tensors may change."""
-        begin = time.perf_counter()
-        if not self.done.is_set():
-            self.work()
-            self.done.wait()
-            self.barrier_seconds += time.perf_counter() - begin
+        """Hold the trainer until host tensors are copied, and its device until the others are: then they may change."""
+        if self.done.is_set():
+            return
+        with self._lock:
+            if not self._judged:
+                self._held_since_seconds = time.perf_counter()
+        self.help()
+        self._host_done.wait()
+        self._judge()
+        self.ticket.hold_device()
 
-    def changed(self) -> list[str]:
-        """Names whose version moved since `save()`."""
-        return [
-            self.flat.names[i]
-            for i, before in zip(self.indices, self.versions, strict=True)
-            if _version(self.flat.tensors[i]) != before
-        ]
+    def complete(self) -> None:
+        """Wait until all is copied and `finish` has been called."""
+        self.help()
+        self.done.wait()
 
-    def _complete(self) -> None:
-        error = self._error
-        moved = self.changed()
-        if moved and error is None:
-            error = UnsafeSnapshotError(
-                "tensors changed while the lazy snapshot was reading them",
-                where=", ".join(moved[:5]) + (f" and {len(moved) - 5} more" if len(moved) > 5 else ""),
-                expected="no change before optimizer.step()",
-                todo="this save is dropped and these tensors are copied eagerly from now on; "
-                "or call ckpt.barrier() before changing them",
-            )
-        try:
-            self.finish(error)
-        finally:
-            self.done.set()
-
-
-class DeviceLazyCopy:
-    """A lazy snapshot on an accelerator: the copies run on a side stream; the barrier holds the device, not the host."""
-
-    def __init__(self, ticket: Ticket, finish: Callable[[Exception | None], None]) -> None:
-        self.ticket, self.finish = ticket, finish
-        self.done = threading.Event()
-        self.barrier_seconds = 0.0
-
-    def work(self) -> None:
-        """Wait on the host for the copies; called in the background."""
-        error: Exception | None = None
-        try:
-            self.ticket.wait()
-        except Exception as failure:  # kept for the handle
-            error = failure
-        try:
-            self.finish(error)
-        finally:
-            self.done.set()
-
-    def barrier(self) -> None:
-        if not self.done.is_set():
-            self.ticket.hold_device()
+    def _judge(self) -> None:
+        """Look once for tensors that changed: before the trainer may change them, or else when all is copied."""
+        with self._lock:
+            if self._judged:
+                return
+            self._judged = True
+            self.moved = [
+                name
+                for name, tensor, before in zip(self._names, self._tensors, self._versions, strict=True)
+                if tensor._version != before
+            ]
+            if self._held_since_seconds is not None:
+                self.barrier_seconds = time.perf_counter() - self._held_since_seconds
 
 
 class Audit:
     """The comparison at the barrier of a save that was copied eagerly: which lazy candidates did change?"""
 
     def __init__(self, slot: Slot, layout: Layout, flat: Flat, indices: list[int]) -> None:
-        self.flat, self.indices = flat, indices
-        self.views = slot.views(layout, flat)
+        views = slot.views(layout, flat)
+        self._names = [flat.names[i] for i in indices]
+        self._pairs = [(flat.tensors[i], views[i]) for i in indices]
 
     def differing(self, pool: ThreadPoolExecutor) -> list[str]:
         """Names of tensors whose bytes are not those in the slot."""
+        torch = sys.modules["torch"]
 
-        def differs(i: int) -> bool:
-            live, saved = self.flat.tensors[i], self.views[i]
-            torch = sys.modules["torch"]
-            a, b = (t.detach().cpu().contiguous().view(-1).view(torch.uint8) for t in (live, saved))
-            return not torch.equal(a, b)
+        def differs(pair: tuple[Any, Any]) -> bool:
+            live, saved = (t.detach().cpu().contiguous().view(-1).view(torch.uint8) for t in pair)
+            return not torch.equal(live, saved)
 
-        found = pool.map(differs, self.indices)
-        return [self.flat.names[i] for i, different in zip(self.indices, found, strict=True) if different]
+        found = pool.map(differs, self._pairs)
+        return [name for name, different in zip(self._names, found, strict=True) if different]
 
 
-def _version(tensor: Any) -> int:
-    return int(tensor._version)
+def listed(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _holds_still(optimizer: Any) -> bool:
+    """Whether an optimizer changes its tensors in `step()` only, where the hook sees it: torch's own, with a step that
+    runs hooks, and not captured in a CUDA graph, whose replay calls nothing."""
+    module = type(optimizer).__module__
+    own = module == "torch.optim" or module.startswith("torch.optim.")
+    hooked = getattr(type(optimizer).step, "hooked", False)
+    return own and hooked and not any(group.get("capturable") for group in optimizer.param_groups)
+
+
+def _option_addresses(optimizer: Any) -> set[int]:
+    """Where tensors in the options of an optimizer lie: a learning rate is changed by its scheduler."""
+    torch = sys.modules["torch"]
+    options = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
+    flat = [part for value in options for part in (value if isinstance(value, (list, tuple)) else (value,))]
+    return {value.data_ptr() for value in flat if isinstance(value, torch.Tensor)}
+
+
+def _overlapped(flat: Flat, lazy: list[int], eager: list[int]) -> set[int]:
+    """Those lazy tensors that share memory with an eager one: whoever writes that one need not know of the barrier."""
+    ranges = sorted((*_bounds(flat, i), i) for i in lazy)
+    begins = [begin for begin, _, _ in ranges]
+    furthest = [ranges[0][1]] * len(ranges)  # the furthest end of all ranges up to here
+    for k in range(1, len(ranges)):
+        furthest[k] = max(furthest[k - 1], ranges[k][1])
+    touched: set[int] = set()
+    for i in eager:
+        low, high = _bounds(flat, i)
+        k = bisect_left(begins, high) - 1
+        while k >= 0 and low < high and furthest[k] > low:
+            if ranges[k][1] > low:
+                touched.add(ranges[k][2])
+            k -= 1
+    return touched
+
+
+def _bounds(flat: Flat, index: int) -> tuple[int, int]:
+    """The address range that a tensor reaches, whatever its strides."""
+    tensor, size = flat.tensors[index], flat.specs[index].nbytes
+    address = address_of(tensor)
+    if address or not size:
+        return address, address + size
+    if isinstance(tensor, np.ndarray):
+        address, item_bytes = int(tensor.__array_interface__["data"][0]), tensor.itemsize
+        strides = tensor.strides
+    else:
+        address, item_bytes = tensor.data_ptr(), tensor.element_size()
+        strides = tuple(stride * item_bytes for stride in tensor.stride())
+    reaches = [(length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True)]
+    low = sum(reach for reach in reaches if reach < 0)
+    high = sum(reach for reach in reaches if reach > 0)
+    return address + low, address + high + item_bytes
 
 
 def _groups(slot: Slot, layout: Layout, flat: Flat, indices: list[int]) -> list[list[tuple[int, int, int]]]:
@@ -232,8 +319,3 @@ def _groups(slot: Slot, layout: Layout, flat: Flat, indices: list[int]) -> list[
     if group:
         groups.append(group)
     return groups
-
-
-def can_be_lazy(flat: Flat, index: int) -> bool:
-    """Host tensors are copied by address, so they must be contiguous; an accelerator copies anything."""
-    return flat.specs[index].device != "cpu" or address_of(flat.tensors[index]) != 0

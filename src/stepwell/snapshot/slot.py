@@ -15,6 +15,7 @@ import numpy as np
 from stepwell.agent.memory import STEP_BYTES, require
 from stepwell.state import address_of
 from stepwell.store.layout import Layout
+from stepwell.units import format_bytes
 
 if TYPE_CHECKING:
     from stepwell.snapshot.device import DeviceCopier
@@ -43,6 +44,7 @@ class Slot:
         self._map: mmap.mmap | None = None
         self._populated = False
         self._views: tuple[str, list[Any]] | None = None
+        self._pinned_by: DeviceCopier | None = None
         self._pinned = False
 
     @property
@@ -104,13 +106,21 @@ class Slot:
 
     def pin(self, copier: DeviceCopier) -> None:
         """Register the slot for direct transfers, once; when that fails the copies are correct but slower."""
-        if not self._pinned:
-            self._pinned = True
-            if not copier.register(self.address, self.bytes):
-                log.warning("the slot could not be pinned: copies from the accelerator are slower")
+        if self._pinned_by is None:
+            self._pinned_by = copier
+            self._pinned = copier.register(self.address, self.bytes)
+            if not self._pinned:
+                log.warning(
+                    "slot %d (%s) could not be pinned: copies from the accelerator are correct, but slower",
+                    self.index,
+                    format_bytes(self.bytes),
+                )
 
     def drop(self) -> None:
         """Let go of the memory in this process; views that are still referenced keep their mapping."""
+        if self._pinned and self._pinned_by is not None:
+            self._pinned_by.unregister(self.address)
+            self._pinned = False
         self._views = None
         self._map = None
         if self.fd >= 0:

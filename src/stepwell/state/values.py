@@ -1,8 +1,8 @@
 """Plain Python values as bytes, with their exact types: tagged msgpack.
 
 None, bool, float, bytes, lists, and ints, strings and dicts that msgpack can carry are plain msgpack. Everything else
-is an extension: a number that says the type (`_Tag`) and a payload that is msgpack again. The same value always gives
-the same bytes, except sets, which have no order.
+is an extension: a number that says the type (`Tag`) and a payload that is msgpack again. The same value always gives
+the same bytes.
 
 Reading is safe on hostile bytes: nothing is imported and no code of the file is run, unless pickles are allowed.
 """
@@ -210,9 +210,9 @@ def pack(value: Any, *, allow_pickle: bool = False, depth: int = 0) -> Any:
     if kind is tuple:
         return _tagged(Tag.TUPLE, items(value))
     if kind is set:
-        return _tagged(Tag.SET, items(value))
+        return _tagged(Tag.SET, _sorted(items(value)))
     if kind is frozenset:
-        return _tagged(Tag.FROZENSET, items(value))
+        return _tagged(Tag.FROZENSET, _sorted(items(value)))
     if kind is bytearray:
         return _tagged(Tag.BYTEARRAY, bytes(value))
     if kind is complex:
@@ -247,6 +247,12 @@ def pack(value: Any, *, allow_pickle: bool = False, depth: int = 0) -> Any:
         except Exception as error:
             raise Refused(f"is {_type_name(kind)}, which cannot be pickled: {error}") from error
     raise Refused(*_why_not(value))
+
+
+def _sorted(packed: list[Any]) -> list[Any]:
+    """The items of a set in an order that depends on nothing but the items."""
+    kinds = set(map(type, packed))
+    return sorted(packed) if kinds in (_INT_ONLY, {str}) else sorted(packed, key=_encode)
 
 
 def _tagged(tag: Tag, payload: Any) -> msgspec.msgpack.Ext:

@@ -43,20 +43,8 @@ class PosixTier:
         return os.path.join(self.root, *parts)
 
     def make_folders(self, folder: str) -> None:
-        """Make a folder below the root and all above it that are missing; durable when it returns."""
-        missing = []
-        at = folder
-        while not os.path.isdir(at):
-            missing.append(at)
-            at = os.path.dirname(at)
-        for path in reversed(missing):
-            try:
-                self.ops.mkdir(path)
-            except FileExistsError:
-                if not os.path.isdir(path):
-                    raise
-            # Without this a power loss could drop the folder together with a manifest that was fsynced inside it.
-            self.ops.fsync_directory(os.path.dirname(path))
+        """`make_folders` below this run."""
+        make_folders(self.ops, folder)
 
     def publish(self, path: str, data: bytes) -> bool:
         """Make `path` hold exactly `data`, durably, or raise; never overwrites.
@@ -148,6 +136,23 @@ class PackWriter:
             self.tier._unlink_quietly(self.temporary)
         except OSError:
             pass  # the next agent removes temporary files when it starts
+
+
+def make_folders(ops: FileOps, folder: str) -> None:
+    """Make a folder and all above it that are missing; durable when it returns."""
+    missing = []
+    at = folder
+    while not os.path.isdir(at):
+        missing.append(at)
+        at = os.path.dirname(at)
+    for path in reversed(missing):
+        try:
+            ops.mkdir(path)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise
+        # Without this a power loss could drop the folder together with a manifest that was fsynced inside it.
+        ops.fsync_directory(os.path.dirname(path))
 
 
 def write_all(ops: FileOps, fd: int, data: memoryview, offset: int) -> None:

@@ -1,0 +1,98 @@
+"""The plain values of a step by their dotted names, in short form and as JSON. Shared by show, diff and export."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from stepwell.errors import UsageError
+from stepwell.restore.read import OpenStep
+from stepwell.state import RNG_NAME, Saved, TorchValue
+from stepwell.state.skeleton import Node, ValueOf, step_name
+from stepwell.units import format_bytes
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 60, 60
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = _SHORT.maxdeque = 5
+
+
+def values_of(opened: OpenStep, *, allow_pickle: bool = False) -> dict[str, Any] | None:
+    """Every plain value of a step by its dotted name, in the order of the state; None when some are pickled and may
+    not be read. Raises `DamagedError`."""
+    try:
+        saved = opened.saved(allow_pickle=allow_pickle)
+    except UsageError:
+        return None
+    return dict(leaves(saved))
+
+
+def leaves(saved: Saved) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every plain value; the global random number generators are one value, the last."""
+    root = saved.tree()
+    yield from _leaves(root.children[0], "")
+    if root.about:
+        yield RNG_NAME, root.children[1].value
+
+
+def _leaves(item: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(item, ValueOf):
+        yield name, item.value
+    elif isinstance(item, Node):
+        for index, child in enumerate(item.children):
+            if item.kind in ("object", "generator"):
+                yield from _leaves(child, name)
+            else:
+                step = step_name(item, index)
+                yield from _leaves(child, f"{name}.{step}" if name else step)
+
+
+def type_name(value: Any) -> str:
+    if isinstance(value, TorchValue):
+        return f"torch.{value.kind}"
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__.split('.')[0]}.{kind.__name__}"
+
+
+def short(value: Any) -> str:
+    """A value in a few words; large ones are cut, and never written out on the way."""
+    if isinstance(value, TorchValue):
+        return str(value.value)
+    if isinstance(value, (bytes, bytearray)):
+        return format_bytes(len(value)) if len(value) > 20 else repr(value)
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {list(value.shape)}"
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"an integer of {value.bit_length()} bits"
+    text = _SHORT.repr(value)
+    if hasattr(value, "__len__") and not isinstance(value, str) and len(value) > 5:
+        text += f"  ({len(value)} items)"
+    return text
+
+
+def to_json(value: Any, where: str, lost: list[str]) -> Any:
+    """A value as JSON would have it. What JSON has no form for becomes text, and is named in `lost`.
+
+    Mappings with keys of text, lists, text, whole numbers, finite floats, truth values and None are kept exactly.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, str, int):
+        return value
+    if kind is float:
+        if math.isfinite(value):
+            return value
+        lost.append(f"{where}: {value} became text")
+        return repr(value)
+    if isinstance(value, dict) and all(type(key) is str for key in value):
+        if kind is not dict:
+            lost.append(f"{where}: a {type_name(value)} became an object")
+        return {key: to_json(item, f"{where}.{key}", lost) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        if kind is not list:
+            lost.append(f"{where}: a {type_name(value)} became a list")
+        return [to_json(item, f"{where}.{index}", lost) for index, item in enumerate(value)]
+    lost.append(f"{where}: a {type_name(value)} became text")
+    return short(value)
