@@ -29,7 +29,6 @@ from stepwell.errors import (
     SlotMemoryError,
     StateClobbered,
     StepwellError,
-    UnsafeSnapshotError,
     UsageError,
     WaitTimeout,
 )
@@ -37,9 +36,9 @@ from stepwell.policies import History, Keep, Moment, Policy
 from stepwell.restore import catalogue as catalogues
 from stepwell.restore.catalogue import Catalogue, Step
 from stepwell.restore.read import OpenStep, open_slot, open_step
-from stepwell.snapshot.device import DeviceCopier, copier_for
-from stepwell.snapshot.lazy import Audit, DeviceLazyCopy, LazyCopy, LazyPolicy
-from stepwell.snapshot.slot import COPY_THREADS, Slot, contiguous_host_copy, copy_eager
+from stepwell.snapshot.device import DeviceCopier, Ticket, copier_for
+from stepwell.snapshot.lazy import Audit, LazyCopy, LazyPolicy
+from stepwell.snapshot.slot import COPY_THREADS, Slot, copy_eager
 from stepwell.state import Flat, encode_values, flatten, match
 from stepwell.store import layout as layouts
 from stepwell.store import names
@@ -73,7 +72,7 @@ class Save:
         self._snapshot = threading.Event()
         self._done = threading.Event()
         self._blocked_seconds = 0.0
-        self._lazy: LazyCopy | DeviceLazyCopy | None = None
+        self._lazy: LazyCopy | None = None
         self._order: p.Persist | None = None
         self._slot: Slot | None = None
         self._layout: Layout | None = None
@@ -215,7 +214,6 @@ class Checkpointer:
         fresh: bool = False,
         allow_pickle: bool = False,
         slot_wait_seconds_max: float = SLOT_WAIT_SECONDS_MAX,
-        device_copier: DeviceCopier | None = None,
     ) -> None:
         _check_choice("when_full", when_full, ("wait", "skip"))
         _check_choice("snapshot", snapshot, ("eager", "lazy"))
@@ -228,7 +226,7 @@ class Checkpointer:
         self._slot_count, self._when_full, self._on_error = slots, when_full, on_error
         self._keep, self._policy, self._fresh = keep or Keep(), save_when, fresh
         self._allow_pickle, self._slot_wait_seconds_max = allow_pickle, slot_wait_seconds_max
-        self._copier = device_copier
+        self._copiers: dict[str, DeviceCopier] = {}
         self._identity = uuid.uuid4().hex
         self._pid = os.getpid()
         self._lock = threading.Condition()  # guards everything below
@@ -282,6 +280,7 @@ class Checkpointer:
         if before is not None and before.error is None and not before.skipped:
             return before
         handle = Save(self, step)
+        self._audit = None  # its tensors were never held back
         self._finish_lazy()
         try:
             self._snapshot(handle, state, clean_metrics)
@@ -337,41 +336,27 @@ class Checkpointer:
         if handle._lazy is None:
             self._accept(handle)
         else:
-            self._background.submit(handle._lazy.work)
+            self._pool.submit(handle._lazy.work)
         if was_fresh:  # the first save made this slot itself: get it and the others ready for the next ones
             self._background.submit(self._warm_up, slot, layout, flat)
 
     def _copy(self, handle: Save, slot: Slot, layout: Layout, flat: Flat) -> None:
-        lazy: list[int] = []
-        if self._lazy is not None:
-            eager, lazy = self._lazy.split(flat)
-            audited, audit = lazy, bool(lazy) and self._lazy.audits_left > 0
-            if audit or slot.fresh:
-                lazy = []
-        if not lazy:
+        """Copy all that must be copied now, and begin the rest as `handle._lazy`."""
+        if self._lazy is None:
             self._copy_now(slot, layout, flat, layout.on_host, layout.on_device)
-            if self._lazy is not None and audit:
-                self._lazy.audits_left -= 1
-                self._audit = Audit(slot, layout, flat, audited)
+            return
+        eager, lazy = self._lazy.split(flat)
+        audited = bool(lazy) and self._lazy.audits_left > 0
+        if not lazy or audited or slot.fresh:
+            self._copy_now(slot, layout, flat, layout.on_host, layout.on_device)
+            if audited:
+                self._audit = Audit(slot, layout, flat, lazy)
             return
         self._copy_now(slot, layout, flat, *_by_place(flat, eager))
-
-        def finish(error: Exception | None) -> None:
-            if isinstance(error, UnsafeSnapshotError) and self._lazy is not None and isinstance(copy, LazyCopy):
-                self._lazy.learn(copy.changed(), "changed without optimizer.step()")
-            if error is None:
-                self._accept(handle)
-            else:
-                self._settle(handle, error, {})
-
-        on_host, on_device = _by_place(flat, lazy)
-        copy: LazyCopy | DeviceLazyCopy
-        if on_device and not on_host:
-            copy = DeviceLazyCopy(self._queue_device(slot, layout, flat, on_device), finish)
-        else:
-            if on_device:
-                self._queue_device(slot, layout, flat, on_device).wait()
-            copy = LazyCopy(slot, layout, flat, on_host, finish)
+        copy = LazyCopy(slot, layout, flat, lazy, lambda error: self._finish_copy(handle, copy, error))
+        _, on_device = _by_place(flat, lazy)
+        if on_device:
+            copy.ticket = self._queue_device(slot, layout, flat, on_device)
         handle._lazy = copy
         self._lazy_save = handle
 
@@ -379,21 +364,33 @@ class Checkpointer:
         self, slot: Slot, layout: Layout, flat: Flat, on_host: list[int], on_device: list[int]
     ) -> None:
         ticket = self._queue_device(slot, layout, flat, on_device) if on_device else None
-        copy_eager(slot, layout, flat, on_host, self._pool)
-        if ticket is not None:
-            ticket.wait()
+        try:
+            copy_eager(slot, layout, flat, on_host, self._pool)
+        finally:  # also after an error: the slot must not be given to others while copies into it are queued
+            if ticket is not None:
+                ticket.wait()
         slot.fresh = False
 
-    def _queue_device(self, slot: Slot, layout: Layout, flat: Flat, indices: list[int]) -> Any:
-        copier = self._copier or copier_for(flat.specs[indices[0]].device)
-        views = slot.views(layout, flat)
-        if copier is None:
-            for i in indices:
-                views[i].copy_(contiguous_host_copy(flat.tensors[i]))
-            return _NothingToWaitFor()
-        self._copier = copier
+    def _queue_device(self, slot: Slot, layout: Layout, flat: Flat, indices: list[int]) -> Ticket:
+        copier = self._copier_for(flat.specs[indices[0]].device)
         slot.pin(copier)
+        views = slot.views(layout, flat)
         return copier.copy([(views[i], flat.tensors[i]) for i in indices])
+
+    def _copier_for(self, device: str) -> DeviceCopier:
+        return self._copiers.setdefault(device, copier_for(device))
+
+    def _finish_copy(self, handle: Save, copy: LazyCopy, error: Exception | None) -> None:
+        """The end of a lazy copy, in the background."""
+        if copy.moved and self._lazy is not None:
+            self._lazy.learn(copy.moved, "changed without optimizer.step()")
+        if error is None:
+            try:
+                self._accept(handle)
+            except Exception as failure:  # nobody else would see it
+                error = failure
+        if error is not None:
+            self._settle(handle, error, {})
 
     def _accept(self, handle: Save) -> None:
         """The snapshot is whole: hand the slot to the agent. From here the save survives this process."""
@@ -413,6 +410,8 @@ class Checkpointer:
             self._pending[handle.identity] = handle
             if self._linked:
                 try:
+                    assert handle._layout is not None
+                    self._send_layout(handle._layout)  # a new agent may have come since the slot was taken
                     self._client.tell(order)
                 except AgentError:
                     self._linked = False  # the new agent gets it: it is in `_pending`
@@ -423,17 +422,18 @@ class Checkpointer:
         audit, self._audit = self._audit, None
         if audit is not None and self._lazy is not None:
             self._lazy.learn(audit.differing(self._pool), "changed before optimizer.step()")
+            self._lazy.audits_left -= 1
         handle = self._lazy_save
-        if handle is not None and handle._lazy is not None:
+        if handle is not None and handle._lazy is not None and not handle._lazy.done.is_set():
+            for _ in range(COPY_THREADS - 2):  # this thread and the one in the background copy already
+                self._pool.submit(handle._lazy.help)
             handle._lazy.barrier()
 
     def _finish_lazy(self) -> None:
-        """A new save needs the previous snapshot whole."""
+        """Have the lazy snapshot that is under way accepted, or failed."""
         handle, self._lazy_save = self._lazy_save, None
-        self._audit = None
         if handle is not None and handle._lazy is not None:
-            handle._lazy.barrier()
-            handle._lazy.done.wait()
+            handle._lazy.complete()
 
     def _layout_for(self, flat: Flat, values_bytes: int) -> Layout:
         before, layout = self._flat, self._layout
@@ -496,6 +496,8 @@ class Checkpointer:
                     slot.populate()
                     if slot.bytes >= layout.slot_bytes(0):
                         slot.views(layout, flat)
+                    if layout.on_device:
+                        slot.pin(self._copier_for(layout.specs[layout.on_device[0]].device))
                 finally:
                     with self._lock:
                         self._making -= 1
@@ -551,7 +553,8 @@ class Checkpointer:
                     return None
                 self._lock.wait(left)
         try:
-            slot = self._make_slot(layout.slot_bytes(self._values_bytes_max), touch=False)
+            # An accelerator cannot take pages step by step under the memory limit: the agent does it before.
+            slot = self._make_slot(layout.slot_bytes(self._values_bytes_max), touch=bool(layout.on_device))
         finally:
             with self._lock:
                 self._making -= 1
@@ -806,8 +809,11 @@ class Checkpointer:
         anything is changed; `strict=False`, `cast=True` and `names="model.*"` loosen it.
         """
         self._check_open()
+        self._audit = None  # its tensors are about to change
         self._finish_lazy()
         begin = time.perf_counter()
+        for handle in list(self._pending.values()):  # what was accepted before counts as there
+            handle._done.wait(self._slot_wait_seconds_max)
         try:
             catalogue = catalogues.read(self.run)
         except NotARunError:
@@ -1006,14 +1012,6 @@ class Checkpointer:
             raise UsageError("a forked process cannot use its parent's checkpointer", where=self.run)
 
 
-class _NothingToWaitFor:
-    def wait(self) -> None:
-        """Everything is there already."""
-
-    def hold_device(self) -> None:
-        """Everything is there already."""
-
-
 _open_checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
@@ -1029,6 +1027,7 @@ def _forget_in_child() -> None:
     """A forked worker must not hold the connection open, or the agent would never see the trainer die."""
     for checkpointer in list(_open_checkpointers):
         checkpointer._client.abandon()
+        checkpointer._lazy_save = checkpointer._audit = None  # a step() in the child must not write into the slot
     _open_checkpointers.clear()
 
 

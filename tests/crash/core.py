@@ -19,6 +19,7 @@ from stepwell.agent import protocol as p
 from stepwell.agent.memory import make_slot
 from stepwell.agent.place import Place
 from stepwell.agent.server import Connection, Server
+from stepwell.errors import StepwellError
 from stepwell.policies import Keep
 from stepwell.state import Flat, encode_values, flatten
 from stepwell.store import layout as layouts
@@ -111,20 +112,36 @@ class CoreAgent:
         self.server.post = self._answer_at_once  # type: ignore[method-assign]
 
     def play(self) -> None:
-        """Start, and take the trainer from where it is to its last step; ends in good order."""
+        """Take the trainer from where it is to its last step, in good order."""
+        self.start()
+        if self.trainer.snapshot_step != self.trainer.committed_step:
+            self.hand_over()
+        for step in self.trainer.steps:
+            if step > self.trainer.snapshot_step:
+                self.save(step)
+        self.finish()
+
+    def start(self) -> None:
+        """Open the agent and introduce the trainer, with its slot and its attempt."""
         self.server.open()
         me = self.trainer
         keep = {"keep_last": me.keep.last, "keep_every": me.keep.every, "keep_best": me.keep.best}
         self._say(p.Hello(p.VERSION, os.getpid(), me.identity, attempt=me.attempt, request=1, **keep))  # type: ignore[arg-type]
         self._say(p.AdoptSlot(0, SLOT_BYTES, 2), (me.slot_fd,))
-        if me.attempt is None:
-            self._say(p.OpenAttempt(me.parent, me.fresh, 3))
-        if me.snapshot_step != me.committed_step:
-            self._hand_over()
-        for step in me.steps:
-            if step > me.snapshot_step:
-                self._snapshot(step)
-                self._hand_over()
+        self.open_attempt()
+
+    def open_attempt(self) -> None:
+        """Take an attempt's number, unless there is one."""
+        if self.trainer.attempt is None:
+            self._say(p.OpenAttempt(self.trainer.parent, self.trainer.fresh, 3))
+
+    def save(self, step: int) -> None:
+        """Snapshot the state of a step, and have it persisted."""
+        self._snapshot(step)
+        self.hand_over()
+
+    def finish(self) -> None:
+        """End in good order."""
         self.server.persister._sweep()  # as it does every two seconds when there is nothing else to do
         self.server.persister.start()
         self.server.close()
@@ -146,6 +163,10 @@ class CoreAgent:
             if fd >= 0:
                 os.close(fd)
 
+    def refused(self, message: p.Failed | p.Refused) -> None:
+        """The agent said no; a test that expects it replaces this."""
+        raise AssertionError(f"the agent refused: {message}")
+
     def _learn(self, name: str, value: object) -> None:
         self.trainer = replace(self.trainer, **{name: value})  # type: ignore[arg-type]
         self.tell(name, value)
@@ -161,7 +182,7 @@ class CoreAgent:
         os.pwrite(self.trainer.slot_fd, values, plan.image_offset + plan.header_bytes + plan.data_bytes)
         self._learn("snapshot_step", step)
 
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
         """Send the pending order, as a trainer does at first and again to its next agent."""
         step = self.trainer.snapshot_step
         _, values, layout = lay_out(step, wide=step >= self.trainer.wide_from)
@@ -174,7 +195,10 @@ class CoreAgent:
 
     def _say(self, message: p.AnyMessage, fds: tuple[int, ...] = ()) -> None:
         """One message from the trainer, and all that the persister does because of it."""
-        self.server._handle(self.peer, message, list(fds))
+        try:
+            self.server._handle(self.peer, message, list(fds))
+        except (StepwellError, OSError) as error:
+            self.server._refuse(self.peer, message, error)
         while True:
             self._listen()
             try:
@@ -205,4 +229,4 @@ class CoreAgent:
                 self._learn("committed_step", self.trainer.snapshot_step)
                 self.tell("committed", message.key)
             elif isinstance(message, p.Failed | p.Refused):
-                raise AssertionError(f"the agent refused: {message}")
+                self.refused(message)

@@ -187,17 +187,24 @@ def one_kill(victim: str, fault: str, root: str) -> tuple[bool, list[str]]:
         promised = max(first.accepted if victim == "trainer" else map(_step_of, first.keys), default=None)
         if promised is not None and (last.restored is None or last.restored < promised):
             wrong.append(f"step {promised} was promised, and step {last.restored} restored")
-    left = wait_until_alone(root)
-    if left is not None:
-        wrong.append(f"in the end there is {left}")
-    wrong += [f"in the end: {text}" for text in violations(root, [*first.keys, *last.keys])]
-    newest = max((step.step for step in stepwell.steps(root)), default=None)
-    if newest != STEPS + (victim != "agent"):
-        wrong.append(f"in the end the newest step is {newest}")
+    wrong += _in_the_end(root, [*first.keys, *last.keys])
+    if victim == "agent" and (leftovers(root) or os.path.exists(place_of(root).socket)):
+        # It was killed after its last promise, and nobody came to look since.
+        last = run_trainer(root, "", STEPS + 1)
+        wrong += _in_the_end(root, last.keys)
     wrong += [f"in the end: {name} is left, and nothing needs it" for name in leftovers(root)]
     if os.path.exists(place_of(root).socket):
         wrong.append("in the end the socket is left")
     return True, wrong
+
+
+def _in_the_end(root: str, keys: list[str]) -> list[str]:
+    """What is wrong once the last trainer has closed: an agent that stays, a broken promise, a step that is missing."""
+    left = wait_until_alone(root)
+    wrong = [] if left is None else [f"in the end there is {left}"]
+    wrong += [f"in the end: {text}" for text in violations(root, keys)]
+    newest, last = max((step.step for step in stepwell.steps(root)), default=None), max(map(_step_of, keys), default=-1)
+    return wrong if newest == last else [*wrong, f"in the end the newest step is {newest}, not {last}"]
 
 
 def _step_of(key: str) -> int:

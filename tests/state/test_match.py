@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from tests.state.fake_store import store
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.state.fake_store import same_bits, store
 
-from stepwell.errors import StateClobbered, StateMismatchError
-from stepwell.state import encode_values, match, matches
+from stepwell.errors import DamagedError, StateClobbered, StateMismatchError, UnsupportedStateError
+from stepwell.state import Saved, encode_values, match, matches
 
 
 class Pair(NamedTuple):
@@ -93,6 +95,7 @@ def test_none_and_empty_dicts_take_whatever_was_saved(empty: Any) -> None:
     store(saved).restore(live)
     assert torch.equal(live["ema"]["w"], saved["ema"]["w"])
     assert (live["ema"]["n"][1]["deep"] == [0, 1]).all()
+    assert list(live["ema"]) == ["w", "n"]
     if empty is not None:
         assert live["ema"] is empty
 
@@ -262,3 +265,101 @@ def test_an_object_cannot_take_the_place_of_a_value() -> None:
     live: dict[str, Any] = {"obj": None, "t": tensor()}
     store({"obj": Stubborn(), "t": tensor()}).restore(live)
     assert live["obj"] == {"x": 1}
+
+
+def test_an_empty_tuple_at_the_top_is_itself() -> None:
+    store(()).restore(())
+    store({}).restore({})
+
+
+def test_a_live_tensor_without_plain_memory_is_refused_by_name() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.strided)
+    for bad in (nested, torch.eye(2).to_sparse(), torch.zeros(2, device="meta")):
+        with pytest.raises((StateMismatchError, UnsupportedStateError), match="'bad'"):
+            store({"bad": tensor()}).restore({"bad": bad})
+
+
+def test_ties_that_make_no_sense_are_damage() -> None:
+    saved = store({"a": tensor(), "b": torch.zeros(3)}).saved
+    for alias_of in ([-1], [-1, 0], [0, -1], [-1, 1], [1, -1], [-1, -2]):
+        with pytest.raises(DamagedError):
+            match({}, Saved(saved.names, saved.specs, alias_of, saved.skeleton, saved.values))
+
+
+def test_a_tie_between_torch_and_numpy_is_not_made() -> None:
+    tied = tensor(3)
+    live: dict[str, Any] = {"a": np.zeros(2, np.float32), "b": None}
+    store({"a": tied, "b": tied}).restore(live)
+    assert isinstance(live["b"], torch.Tensor) and live["b"].tolist() == [3, 3] == live["a"].tolist()
+
+
+leaves = st.one_of(
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.none(),
+    st.text(max_size=3),
+    st.lists(st.integers(), max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]).flatmap(
+        lambda dtype: st.lists(st.integers(0, 3), max_size=3).map(
+            lambda shape: (torch.arange(int(np.prod(shape))) % 2).to(dtype).reshape(shape)
+        )
+    ),
+    st.lists(st.integers(0, 3), max_size=3).map(lambda shape: np.ones(shape, np.int16)),
+)
+nestings = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.lists(inner, max_size=3).map(lambda items: deque(items, maxlen=5))
+        | st.tuples(inner, inner).map(lambda pair: Pair(*pair))
+        | st.dictionaries(st.text("ab.~", max_size=2) | st.integers(0, 2) | st.none(), inner, max_size=3)
+        | st.dictionaries(st.text(max_size=1), inner, max_size=3).map(OrderedDict)
+    ),
+    max_leaves=12,
+)
+
+
+def blank(item: Any) -> Any:
+    """The same nesting with other numbers in it."""
+    if isinstance(item, torch.Tensor):
+        return torch.ones_like(item).logical_not().to(item.dtype) if item.dtype == torch.bool else item * 0 + 3
+    if isinstance(item, np.ndarray):
+        return np.zeros_like(item)
+    if isinstance(item, Pair):
+        return Pair(blank(item.left), blank(item.right))
+    if isinstance(item, dict):
+        return type(item)((key, blank(value)) for key, value in item.items())
+    if isinstance(item, deque):
+        return deque(map(blank, item), item.maxlen)
+    if isinstance(item, (list, tuple)):
+        return type(item)(map(blank, item))
+    return "another value"
+
+
+def identical(a: Any, b: Any) -> bool:
+    if isinstance(a, (torch.Tensor, np.ndarray)):
+        return same_bits(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(identical(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple, deque)):
+        return len(a) == len(b) and all(map(identical, a, b))
+    return bool(a == b)
+
+
+@settings(max_examples=200, deadline=None)
+@given(nestings)
+def test_any_nesting_comes_back_in_place_and_as_a_new_one(inner: Any) -> None:
+    state = {"state": inner, "anchor": tensor(1)}
+    live = blank(state)
+    live["anchor"] = tensor()
+    stored = store(state, rng=False)
+    names = stored.flat.names
+    assert len(set(names)) == len(names)
+    stored.restore(live)
+    assert identical(live, state)
+    assert identical(stored.load(), state)
+    again = store(live, rng=False)
+    assert again.saved.skeleton == stored.saved.skeleton and again.saved.specs == stored.saved.specs

@@ -135,6 +135,24 @@ def test_a_module_with_its_own_loading_is_loaded_by_it() -> None:
     assert torch.equal(live[0].hidden, torch.arange(3.0)) and same_modules(saved, live)
 
 
+class OwnDict(ExtraState):
+    """Hands out the dict that it keeps."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(extra)
+        self.kept: Any = None
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        self.kept = super().state_dict(*args, **options)
+        return self.kept
+
+
+def test_the_dict_that_a_module_hands_out_is_not_changed() -> None:
+    live = OwnDict(1)
+    store({"m": OwnDict(2)}).restore({"m": live})
+    assert live.extra == 2 and live.kept["_extra_state"] == 1
+
+
 def test_load_hooks_of_a_module_are_run() -> None:
     seen: list[str] = []
     model = nn.Linear(2, 2)

@@ -253,7 +253,7 @@ class Marker:
         return (setattr, (Marker, "touched", True))
 
 
-def test_loading_runs_no_pickle_unless_asked() -> None:
+def test_case_18_reading_runs_no_pickle_unless_asked() -> None:
     data = encode_values([{"x": Marker()}], allow_pickle=True)
     with pytest.raises(UsageError, match="allow_pickle=True"):
         decode_values(data)
@@ -382,7 +382,7 @@ def test_extensions_nested_without_end_are_damage() -> None:
         decode_values(msgspec.msgpack.encode([msgspec.msgpack.Ext(4, data)]))
 
 
-def test_a_pickle_hidden_in_a_numpy_array_is_not_read() -> None:
+def test_case_18_a_pickle_hidden_in_a_numpy_array_is_not_read() -> None:
     payload = pickle.dumps(Marker())
     array = b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }".ljust(118) + payload
     with pytest.raises(DamagedError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def print_error_json(error: StepwellError) -> None:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table. An `optional` one is left out, from the right, where the terminal is too narrow."""
+    """One column of a table. An `optional` one is left out where the terminal is too narrow for it."""
 
     title: str
     right: bool = False
@@ -109,7 +110,7 @@ class Line:
     style: str = ""
 
 
-def print_table(out: Console, columns: Sequence[Column], rows: Sequence[Row | Line], *, indent: str = "") -> list[str]:
+def print_table(out: Console, columns: Sequence[Column], rows: Sequence[Row | Line]) -> list[str]:
     """Print rows under their columns' titles. Returns the titles of the columns that found no room.
 
     Cells are never cut, since names are there to be copied; a line that is too long is wrapped by the terminal.
@@ -117,17 +118,17 @@ def print_table(out: Console, columns: Sequence[Column], rows: Sequence[Row | Li
     cells = [[printable(cell) for cell in row.cells] for row in rows if isinstance(row, Row)]
     titles = [printable(column.title) for column in columns]
     widths = [max([cell_len(titles[i]), *(cell_len(row[i]) for row in cells)]) for i in range(len(columns))]
-    shown = list(range(len(columns)))
-    for i in sorted((i for i in shown if columns[i].optional), reverse=True):
-        if len(indent) + sum(widths[k] for k in shown) + len(GAP) * (len(shown) - 1) > out.width:
-            shown.remove(i)
+    shown = [i for i, column in enumerate(columns) if not column.optional]
+    for i in (i for i, column in enumerate(columns) if column.optional):
+        if sum(widths[k] + len(GAP) for k in [*shown, i]) - len(GAP) <= out.width:
+            shown = sorted([*shown, i])
 
     def line(texts: Sequence[str]) -> str:
         padded = []
         for i in shown:
             space = " " * (widths[i] - cell_len(texts[i]))
             padded.append(space + texts[i] if columns[i].right else texts[i] + space)
-        return (indent + GAP.join(padded)).rstrip()
+        return GAP.join(padded).rstrip()
 
     if any(titles[i] for i in shown):
         out.print(Text(line(titles), style="dim"))
@@ -144,8 +145,12 @@ def print_facts(out: Console, facts: Sequence[tuple[str, str]], *, indent: str =
     """Print names and what they are, one to a line; facts without a text are left out."""
     present = [(name, text) for name, text in facts if text]
     width = max((len(name) for name, _ in present), default=0)
+    left = len(indent) + width + len(GAP)
     for name, text in present:
-        out.print(Text.assemble((f"{indent}{name:<{width}}{GAP}", "dim"), printable(text)))
+        lines = textwrap.wrap(
+            printable(text), max(40, out.width - left), break_long_words=False, break_on_hyphens=False
+        )
+        out.print(Text.assemble((f"{indent}{name:<{width}}{GAP}", "dim"), f"\n{' ' * left}".join(lines)))
 
 
 def indented(text: str, indent: str, *, first: str | None = None) -> str:
@@ -164,7 +169,7 @@ def age(created: str) -> str:
     """How long ago that was: `3 min 4 s ago`; nothing for a time that is none, or in the future."""
     moment = _parsed(created)
     seconds = -1.0 if moment is None else (datetime.now(timezone.utc) - moment).total_seconds()
-    return f"{format_seconds(seconds if seconds < 10 else round(seconds))} ago" if seconds >= 0 else ""
+    return f"{format_seconds(round(seconds))} ago" if seconds >= 0 else ""
 
 
 def _parsed(created: str) -> datetime | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from stepwell.errors import UsageError
 from stepwell.restore.read import OpenStep
-from stepwell.state import RNG_NAME, Saved, TorchValue
+from stepwell.state import RNG_NAME, Saved, TorchValue, encode_values
 from stepwell.state.skeleton import Node, ValueOf, step_name
 from stepwell.units import format_bytes
 
@@ -71,6 +72,52 @@ def short(value: Any) -> str:
     if hasattr(value, "__len__") and not isinstance(value, str) and len(value) > 5:
         text += f"  ({len(value)} items)"
     return text
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where two values differ first: a path inside them, and what each has there in short form (None: nothing)."""
+
+    where: str
+    first: str | None
+    second: str | None
+
+
+def first_difference(a: Any, b: Any, where: str = "") -> Place | None:
+    """The first place at which two plain values differ in type or content; None when they are the same."""
+    if type(a) is type(b):
+        if isinstance(a, dict):
+            return _in_mappings(a, b, where)
+        if isinstance(a, (list, tuple)) and len(a) == len(b):
+            for index, (x, y) in enumerate(zip(a, b, strict=True)):
+                place = first_difference(x, y, f"{where}[{index}]")
+                if place is not None:
+                    return place
+            return None
+        if _same(a, b):
+            return None
+        return Place(where, short(a), short(b))
+    return Place(where, f"{type_name(a)} {short(a)}", f"{type_name(b)} {short(b)}")
+
+
+def _in_mappings(a: dict[Any, Any], b: dict[Any, Any], where: str) -> Place | None:
+    for key, value in a.items():
+        if key not in b:
+            return Place(f"{where}[{key!r}]", short(value), None)
+        place = first_difference(value, b[key], f"{where}[{key!r}]")
+        if place is not None:
+            return place
+    for key, value in b.items():
+        if key not in a:
+            return Place(f"{where}[{key!r}]", None, short(value))
+    return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal types and contents; NaN equals NaN, and -0.0 differs from 0.0."""
+    if isinstance(a, (set, frozenset)):
+        return bool(a == b)  # encoded, equal sets may come in another order
+    return encode_values([a], allow_pickle=True) == encode_values([b], allow_pickle=True)
 
 
 def to_json(value: Any, where: str, lost: list[str]) -> Any:

@@ -99,7 +99,7 @@ def train(
     training = training or build()
     state = state_of(training)
     with stepwell.Checkpointer(  # ①
-        run, save_when=stepwell.Every(steps=save_every), keep=stepwell.Keep(last=3)
+        run, save_when=stepwell.Every(steps=save_every), keep=stepwell.Keep(last=3, every=25)
     ) as ckpt:
         restored = ckpt.restore(state)  # ②
         on_start(restored)

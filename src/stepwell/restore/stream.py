@@ -40,17 +40,15 @@ class TensorStream:
     def __exit__(self, *about: object) -> None:
         self._stack.close()
 
-    def pieces(self, index: int) -> Iterator[tuple[int, memoryview]]:
-        """The bytes of one tensor in order, as (offset in the tensor, bytes); a piece ends where its chunk ends.
-
-        A view is good until the next one is asked for.
-        """
+    def ranges(self, index: int) -> Iterator[tuple[int, int]]:
+        """One tensor cut where its chunks end: [begin, end) in bytes of the tensor. Reads nothing."""
         size = self.opened.layout.specs[index].nbytes
+        position = self._place(index, 0)[1]
         begin = 0
         while begin < size:
-            view = self._from_chunk(index, begin, size)
-            yield begin, view
-            begin += len(view)
+            end = min(size, (position + begin) // CHUNK_BYTES * CHUNK_BYTES + CHUNK_BYTES - position)
+            yield begin, end
+            begin = end
 
     def read(self, index: int, begin: int, end: int) -> memoryview:
         """The bytes [begin, end) of one tensor; good until the next one is asked for."""
@@ -62,10 +60,10 @@ class TensorStream:
             joined += self._from_chunk(index, begin + len(joined), end)
         return memoryview(joined)
 
-    def digest_of(self, index: int, begin: int) -> tuple[int, bytes]:
-        """Where byte `begin` of a tensor lies in its chunk, and that chunk's checksum. Reads nothing."""
+    def digest_at(self, index: int, begin: int) -> bytes:
+        """The checksum of the chunk in which byte `begin` of a tensor lies. Reads nothing."""
         pack, position = self._place(index, begin)
-        return position % CHUNK_BYTES, self.opened.headers[pack].digests[position // CHUNK_BYTES]
+        return self.opened.headers[pack].digests[position // CHUNK_BYTES]
 
     def _place(self, index: int, begin: int) -> tuple[int, int]:
         layout = self.opened.layout

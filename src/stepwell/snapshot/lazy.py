@@ -8,7 +8,6 @@ then on, by name; and a version that moved without the barrier fails that save.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import sys
 import threading
@@ -16,6 +15,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import memmove
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -178,7 +178,7 @@ class LazyCopy:
                 self._next += 1
             try:
                 for destination, source, size in group:
-                    ctypes.memmove(destination, source, size)
+                    memmove(destination, source, size)
             except Exception as error:  # kept for the handle; training goes on
                 self._error = error
             except BaseException:  # Ctrl-C in the trainer's thread: its group is not whole

@@ -93,7 +93,8 @@ class Slot:
                 continue
             spec, offset = flat.specs[i], layout.slot_offset(i)
             if isinstance(tensor, np.ndarray):
-                views.append(data[offset : offset + spec.nbytes].view(tensor.dtype.newbyteorder("=")).reshape(spec.shape))
+                own = data[offset : offset + spec.nbytes]
+                views.append(own.view(tensor.dtype.newbyteorder("=")).reshape(spec.shape))
                 continue
             assert torch is not None and raw is not None
             dtype = tensor.dtype

@@ -4,7 +4,8 @@ Start reading at `flatten` (the walk over a state) and `match` (the way back).
 """
 
 from .flatten import RESERVED_NAMES, RNG_NAME, Flat, flatten
-from .match import Copy, RestorePlan, Saved, match, matches, rebuild
+from .match import Copy, RestorePlan, match
+from .rebuild import Saved, matches, rebuild
 from .spec import ITEM_BYTES, TensorSpec, address_of, from_bytes
 from .values import TorchValue, decode_values, encode_values
 

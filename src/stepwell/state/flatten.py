@@ -123,6 +123,8 @@ class Walk:
             children = [self._walk(state, "", 0)]
         except Refused as refused:
             raise refused.error("state") from None
+        except RecursionError:
+            raise UnsupportedStateError("the state is nested too deep for the Python stack that is left") from None
         if rng:
             self.values.append(generators.capture_global())
             children.append(VALUE)
@@ -342,6 +344,13 @@ class Walk:
         names: tuple[list[list[str]], bool] = self.torch.parameter_names(optimizer, modules)
         return names
 
+    def refuse_bad_tensors(self) -> None:
+        """Raise `UnsupportedStateError` for the first tensor that cannot be stored, if there is one."""
+        for name, tensor in zip(self.names, self.tensors, strict=True):
+            why = None if isinstance(tensor, np.ndarray) else self.torch.why_not(tensor)
+            if why is not None:
+                raise self.torch.refusal(name, why)
+
     def known_modules(self) -> list[tuple[str, Any]]:
         """The modules of the state with their names, in order; searched for once, when an optimizer needs them."""
         if self._known_modules is None:
@@ -423,7 +432,7 @@ def _survey(walk: Walk) -> tuple[_Signature, list[Any], list[int]]:
             survey = walk.torch.Survey(dense)
             dense, pointers = survey.readable(dense)
         except (RuntimeError, NotImplementedError) as error:
-            _refuse_bad(walk)
+            walk.refuse_bad_tensors()
             raise UnsupportedStateError(f"a tensor of the state cannot be read: {error}") from error
         if not walk.array_count:
             return _Signature(walk.root, walk.names, arrays, survey), dense, pointers
@@ -431,14 +440,6 @@ def _survey(walk: Walk) -> tuple[_Signature, list[Any], list[int]]:
     tensors = [tensor if isinstance(tensor, np.ndarray) else next(rest) for tensor in tensors]
     pointers = [int(t.__array_interface__["data"][0]) if isinstance(t, np.ndarray) else t.data_ptr() for t in tensors]
     return _Signature(walk.root, walk.names, arrays, survey), tensors, pointers
-
-
-def _refuse_bad(walk: Walk) -> None:
-    for name, tensor in zip(walk.names, walk.tensors, strict=True):
-        if not isinstance(tensor, np.ndarray):
-            why = walk.torch.why_not(tensor)
-            if why is not None:
-                raise walk.torch.refusal(name, why)
 
 
 def _specs(names: list[str], tensors: list[Any]) -> list[TensorSpec]:

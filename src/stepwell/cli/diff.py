@@ -1,0 +1,244 @@
+"""`stepwell diff`: what differs between two steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from stepwell.cli._numbers import magnitudes
+from stepwell.cli._output import Column, Row, console, count_of, json_option, print_json, print_table, progress
+from stepwell.cli._runs import choose, open_run, run_argument, short_key
+from stepwell.cli._values import first_difference, short, type_name, values_of
+from stepwell.restore.catalogue import Catalogue, Step
+from stepwell.restore.read import open_step
+from stepwell.restore.stream import TensorStream
+from stepwell.state import ITEM_BYTES, matches
+from stepwell.store.checksum import CHUNK_BYTES
+
+LISTED_MAX = 40
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How one tensor differs.
+
+    `kind`: "form" (another dtype or shape; the texts say which), "bytes", or the step that alone has it. For "bytes"
+    `element_count` elements have other bytes; `max_difference` is the largest |a - b| of those where both are finite
+    (None for dtypes that are no numbers), `not_finite_count` of them are NaN or infinite on at least one side.
+    """
+
+    name: str
+    kind: Literal["bytes", "form", "only in the first", "only in the second"]
+    first: str | None = None
+    second: str | None = None
+    element_count: int = 0
+    elements: int = 0
+    max_difference: float | None = None
+    not_finite_count: int = 0
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """How one plain value differs: both in short form, None where it is missing; `place` is inside the value."""
+
+    name: str
+    place: str
+    first: str | None
+    second: str | None
+
+
+@click.command()
+@run_argument
+@click.argument("first", metavar="STEP")
+@click.argument("second", metavar="STEP")
+@click.option("--names", "patterns", multiple=True, metavar="PATTERN", help="Compare only these, as in 'model.*'.")
+@click.option("--allow-pickle", is_flag=True, help="Read pickled values too. A pickle can run any code: trust the file.")
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    run: str,
+    first: str,
+    second: str,
+    patterns: tuple[str, ...],
+    allow_pickle: bool,
+    as_json: bool,
+) -> None:
+    """Compare two steps of a run, tensor by tensor.
+
+    Tensors are equal when their bytes are (so -0.0 differs from 0.0); for those that are not, the number of elements
+    that differ and the largest difference are given. Plain values are compared with their types. Needs little memory:
+    tensors are read in pieces. Exits with 1 when anything differs.
+    """
+    catalogue = open_run(run)
+    steps = choose(catalogue, first), choose(catalogue, second)
+    with ExitStack() as stack:
+        pair = [open_step(catalogue.root, step) for step in steps]
+        for opened in pair:
+            stack.callback(opened.close)
+        values = [values_of(opened, allow_pickle=allow_pickle) for opened in pair]
+        comparison = _Comparison(*(stack.enter_context(TensorStream(one, read_ahead=False)) for one in pair), patterns)
+        with progress("comparing", comparison.total_bytes) as advance:
+            tensors = list(comparison.run(advance))
+    value_differences = _compare_values(values[0], values[1], patterns)
+    equal = not tensors and value_differences == []
+    if as_json:
+        print_json("diff", _document(catalogue, steps, tensors, value_differences, comparison.equal_count, equal))
+    else:
+        _print(console(), steps, tensors, value_differences, comparison.equal_count)
+    ctx.exit(0 if equal else 1)
+
+
+class _Comparison:
+    """The tensors of two open steps, compared in the order in which the first one stores them."""
+
+    def __init__(self, first: TensorStream, second: TensorStream, patterns: tuple[str, ...]) -> None:
+        self.first, self.second = first, second
+        a, b = first.opened.layout, second.opened.layout
+        self._a = {name: i for i, name in enumerate(a.names) if not patterns or matches(name, patterns)}
+        self._b = {name: i for i, name in enumerate(b.names) if not patterns or matches(name, patterns)}
+        common = [name for name in self._a if name in self._b]
+        place = {name: (int(a.pack_index[i]), int(a.offsets[i])) for name, i in self._a.items()}
+        self._common = sorted(common, key=place.__getitem__)
+        self.total_bytes = sum(a.specs[self._a[name]].nbytes for name in common)
+        self.equal_count = 0
+        # With one layout, tensors lie in the same chunks, and equal checksums of a chunk mean equal bytes.
+        self._same_layout = a.hash == b.hash
+
+    def run(self, advance: Any) -> Iterator[TensorDifference]:
+        a, b = self.first.opened.layout, self.second.opened.layout
+        for name in self._common:
+            i, k = self._a[name], self._b[name]
+            if (a.specs[i].dtype, a.specs[i].shape) != (b.specs[k].dtype, b.specs[k].shape):
+                yield TensorDifference(name, "form", a.specs[i].text, b.specs[k].text)
+            else:
+                difference = self._bytes(name, i, k, advance)
+                if difference is not None:
+                    yield difference
+                else:
+                    self.equal_count += 1
+        for name, i in self._a.items():
+            if name not in self._b:
+                yield TensorDifference(name, "only in the first", first=a.specs[i].text)
+        for name, k in self._b.items():
+            if name not in self._a:
+                yield TensorDifference(name, "only in the second", second=b.specs[k].text)
+
+    def _bytes(self, name: str, i: int, k: int, advance: Any) -> TensorDifference | None:
+        spec = self.first.opened.layout.specs[i]
+        elements = int(np.prod(spec.shape))
+        count, not_finite, largest = 0, 0, None
+        # Stepwell aligns tensors; in a file of somebody else's an element may lie across the end of a chunk.
+        aligned = int(self.first.opened.layout.offsets[i]) % ITEM_BYTES[spec.dtype] == 0
+        for begin, end in self.first.ranges(i) if aligned else _even_ranges(spec.nbytes):
+            if not (aligned and self._same_layout and self.first.digest_at(i, begin) == self.second.digest_at(k, begin)):
+                found = magnitudes(spec.dtype, self.first.read(i, begin, end), self.second.read(k, begin, end))
+                count += found.count
+                not_finite += found.not_finite_count
+                if found.largest is not None:
+                    largest = max(found.largest, largest or 0.0)
+            advance(end - begin)
+        if not count:
+            return None
+        return TensorDifference(name, "bytes", spec.text, spec.text, count, elements, largest, not_finite)
+
+
+def _even_ranges(size: int) -> Iterator[tuple[int, int]]:
+    for begin in range(0, size, CHUNK_BYTES):
+        yield begin, min(begin + CHUNK_BYTES, size)
+
+
+def _compare_values(
+    first: dict[str, Any] | None, second: dict[str, Any] | None, patterns: tuple[str, ...]
+) -> list[ValueDifference] | None:
+    """What differs; None when some values are pickled and were not read."""
+    if first is None or second is None:
+        return None
+    found = []
+    for name in [*first, *(name for name in second if name not in first)]:
+        if patterns and not matches(name, patterns):
+            continue
+        if name not in second:
+            found.append(ValueDifference(name, "", _told(first[name]), None))
+        elif name not in first:
+            found.append(ValueDifference(name, "", None, _told(second[name])))
+        else:
+            place = first_difference(first[name], second[name])
+            if place is not None:
+                found.append(ValueDifference(name, place.where, place.first, place.second))
+    return found
+
+
+def _told(value: Any) -> str:
+    return f"{type_name(value)} {short(value)}"
+
+
+def _document(
+    catalogue: Catalogue,
+    steps: tuple[Step, Step],
+    tensors: list[TensorDifference],
+    values: list[ValueDifference] | None,
+    equal_count: int,
+    equal: bool,
+) -> dict[str, Any]:
+    return {
+        "run": catalogue.root,
+        "first": steps[0].key,
+        "second": steps[1].key,
+        "equal": equal,
+        "equal_tensor_count": equal_count,
+        "tensors": [asdict(one) for one in tensors],
+        "values": None if values is None else [asdict(one) for one in values],
+    }
+
+
+def _print(
+    out: Console,
+    steps: tuple[Step, Step],
+    tensors: list[TensorDifference],
+    values: list[ValueDifference] | None,
+    equal_count: int,
+) -> None:
+    a, b = (short_key(step.key) for step in steps)
+    out.print(Text.assemble(("first  ", "dim"), (a, "bold"), ("   second  ", "dim"), (b, "bold")))
+    if tensors:
+        ordered = sorted(tensors, key=lambda one: -(one.max_difference or 0.0))
+        rows = [Row((one.name, *_columns(one))) for one in ordered[:LISTED_MAX]]
+        columns = (Column("tensor"), Column("elements", right=True), Column("largest |a-b|", right=True), Column(""))
+        print_table(out, columns, rows)
+        if len(tensors) > LISTED_MAX:
+            out.print(Text(f"... and {len(tensors) - LISTED_MAX} more; --json lists them all", style="dim"))
+    if values is None:
+        out.print("plain values: some are pickled and were not compared; --allow-pickle reads them, if you trust the file")
+    elif values:
+        rows = [
+            Row((one.name + one.place, one.first if one.first is not None else "missing", one.second if one.second is not None else "missing"))
+            for one in values[:LISTED_MAX]
+        ]
+        print_table(out, (Column("value"), Column("first"), Column("second")), rows)
+        if len(values) > LISTED_MAX:
+            out.print(Text(f"... and {len(values) - LISTED_MAX} more; --json lists them all", style="dim"))
+    differing = f"{count_of(len(tensors), 'tensor')} {'differs' if len(tensors) == 1 else 'differ'}, {equal_count:,} equal"
+    value_text = "" if values is None else f"; {count_of(len(values), 'value')} {'differs' if len(values) == 1 else 'differ'}"
+    if not tensors and values == []:
+        out.print(Text(f"equal: {count_of(equal_count, 'tensor')} and all plain values", style="bold green"))
+    else:
+        out.print(Text(differing + value_text, style="bold"))
+
+
+def _columns(one: TensorDifference) -> tuple[str, str, str]:
+    if one.kind == "form":
+        return "", "", f"{one.first} and {one.second}"
+    if one.kind != "bytes":
+        return "", "", f"{one.kind}: {one.first or one.second}"
+    share = one.element_count / one.elements
+    count = "all" if one.element_count == one.elements else f"{one.element_count:,} ({share:.1%})"
+    largest = "" if one.max_difference is None else f"{one.max_difference:.4g}"
+    return count, largest, f"{one.not_finite_count:,} not finite" if one.not_finite_count else ""
