@@ -51,6 +51,8 @@ log = logging.getLogger("stepwell")
 SLOT_WAIT_SECONDS_MAX = 120.0
 WAIT_SECONDS_MAX = 3600.0
 RELINK_COUNT_MAX = 5
+DIFFERENCES_LOGGED_MAX = 20
+NOTICE_SECONDS_MAX = 1.0
 
 
 class Save:
@@ -238,6 +240,7 @@ class Checkpointer:
         self._attempt: int | None = None
         self._parent: str | None = None
         self._linked = False
+        self._relinking = False
         self._closed = False
         self._sent_layouts: set[str] = set()
         self._layout: Layout | None = None
@@ -301,6 +304,9 @@ class Checkpointer:
         values = encode_values(flat.values, allow_pickle=self._allow_pickle)
         layout = self._layout_for(flat, len(values))
         handle.stages["flatten_seconds"] = time.perf_counter() - begin
+        with self._lock:
+            if not self._linked:
+                self._begin_relink()
         self._open_attempt()
         mark = time.perf_counter()
         slot = self._take_slot(layout, len(values), handle)
@@ -390,6 +396,7 @@ class Checkpointer:
             except Exception as failure:  # nobody else would see it
                 error = failure
         if error is not None:
+            self._note_skip(handle, f"{type(error).__name__}: {error}")
             self._settle(handle, error, {})
 
     def _accept(self, handle: Save) -> None:
@@ -517,7 +524,7 @@ class Checkpointer:
         self._prepare(Preparation(), layout, flat, slot.bytes)
 
     def _make_slot(self, size: int, *, touch: bool) -> Slot:
-        answer, fds = self._client.ask(p.MakeSlot(size, touch))
+        answer, fds = self._ask(p.MakeSlot(size, touch))
         assert isinstance(answer, p.SlotMade)
         return Slot(answer.slot, fds[0], answer.bytes, fresh=not touch)
 
@@ -580,7 +587,11 @@ class Checkpointer:
         handle._done.set()
         self.counters.skipped += 1
         log.warning("step %d was NOT saved: %s", handle.step, reason)
-        self._note({"event": "skip", "step": handle.step, "reason": reason, "blocked_seconds": handle.blocked_seconds})
+        self._note_skip(handle, reason)
+
+    def _note_skip(self, handle: Save, reason: str) -> None:
+        seconds = round(handle.blocked_seconds, 6)
+        self._note({"event": "skip", "step": handle.step, "reason": reason, "blocked_seconds": seconds})
 
     # ---- the agent
 
@@ -605,6 +616,27 @@ class Checkpointer:
                 except AgentError:
                     self._linked = False
 
+    def _ask(self, message: p.AnyMessage) -> tuple[p.AnyMessage, list[int]]:
+        """Ask the agent; when it is just dying, ask the one that takes its place. Waits are bounded.
+
+        A signal to a whole group ends the agent at the very moment at which the trainer wants its last save.
+        """
+        deadline = time.monotonic() + self._slot_wait_seconds_max
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: not self._relinking, max(0.0, deadline - time.monotonic()))
+                client = self._client
+            try:
+                return client.ask(message)
+            except AgentError:
+                with self._lock:  # the reading thread notices an agent's death a moment later than the sender
+                    replaced = self._lock.wait_for(
+                        lambda: self._relinking or self._client is not client,  # noqa: B023  used at once
+                        NOTICE_SECONDS_MAX,
+                    )
+                if not replaced or time.monotonic() >= deadline:
+                    raise
+
     def _note(self, record: dict[str, float | int | str | bool | None]) -> None:
         from stepwell.agent.persist import utc_now
 
@@ -613,7 +645,7 @@ class Checkpointer:
     def _open_attempt(self) -> None:
         if self._attempt is not None:
             return
-        answer, _ = self._client.ask(p.OpenAttempt(self._parent, self._fresh))
+        answer, _ = self._ask(p.OpenAttempt(self._parent, self._fresh))
         assert isinstance(answer, p.AttemptOpened)
         self._attempt = answer.attempt
 
@@ -659,26 +691,42 @@ class Checkpointer:
             if self._closed or client is not self._client:
                 return
             self._linked = False
-        log.warning("the agent is gone; starting another one")
-        threading.Thread(target=self._relink, name="stepwell-relink", daemon=True).start()
+            log.warning("the agent is gone; starting another one")
+            self._begin_relink()
+
+    def _begin_relink(self) -> None:
+        """Look for another agent in the background, unless somebody does already; holds the lock."""
+        if not self._relinking:
+            self._relinking = True
+            self._lock.notify_all()
+            threading.Thread(target=self._relink, name="stepwell-relink", daemon=True).start()
 
     def _relink(self) -> None:
+        last: Exception = AgentError("each new agent was lost at once", where=self.run)
+        self._client.hang_up()  # one that is only silent would take us for a second trainer
         for _ in range(RELINK_COUNT_MAX):
             self.counters.agent_restarts += 1
             client = Client(self.run, self._on_message, self._on_lost)
             try:
                 client.connect(self._hello())
                 with self._lock:
+                    if self._closed:
+                        client.close()
+                        return
                     self._hand_over(client)
                     if not client.lost:
+                        self._relinking = False
+                        self._lock.notify_all()
                         return
             except (StepwellError, OSError) as error:
-                last: Exception = error
+                last = error
                 log.warning("the new agent failed as well: %s", error)
-        log.error("no agent can be kept alive: %s", last)
+        log.error("no agent can be kept alive, the next save tries again: %s", last)
         with self._lock:
+            self._linked = self._relinking = False
             for handle in list(self._pending.values()):
                 self._settle(handle, last, {})
+            self._lock.notify_all()
 
     def _hand_over(self, client: Client) -> None:
         """Give a new agent the slots, the layout and every accepted save; holds the lock, so nothing is sent twice."""
@@ -912,7 +960,10 @@ class Checkpointer:
     def _open_memory(self, catalogue: Catalogue, step: Step) -> OpenStep | None:
         if not step.newest or step.problem is not None or self._pending or not self._linked:
             return None
-        answer, fds = self._client.ask(p.AskMemory())
+        try:
+            answer, fds = self._client.ask(p.AskMemory())
+        except AgentError:
+            return None  # it has just died, and its memory is gone with it
         assert isinstance(answer, p.MemoryIs)
         try:
             if answer.key != step.key:
@@ -930,6 +981,9 @@ class Checkpointer:
         count = opened.fill(plan.copies)
         opened.touched = True
         plan.finish()
+        if plan.skipped:
+            shown = "".join(f"\n  {one}" for one in plan.skipped[:DIFFERENCES_LOGGED_MAX])
+            log.warning("restored with %d differences passed over (strict=False):%s", len(plan.skipped), shown)
         return count
 
     # ---- looking and ending

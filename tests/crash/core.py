@@ -206,7 +206,7 @@ class CoreAgent:
             except queue.Empty:
                 return
             assert act is not None
-            act()
+            self.server.persister._guarded(act)
 
     def _answer_at_once(self, act: Callable[[], None]) -> None:
         """What the loop thread may do at any moment: a trainer is told as early as can be."""

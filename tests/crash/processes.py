@@ -177,9 +177,9 @@ def one_kill(victim: str, fault: str, root: str) -> tuple[bool, list[str]]:
             wrong.append(f"the trainer did not survive its agent: {first}")
         last = first
     else:
-        if not first.killed:
+        if not first.killed and not (victim == "both" and first.status == 0 and len(set(first.keys)) == STEPS):
             wrong.append(f"the trainer was to be killed: {first}")
-        if victim == "both":
+        if victim == "both":  # the trainer may have closed already, while its agent was still pruning
             wrong += [f"after the kill: {text}" for text in violations(root, first.keys)]
         last = run_trainer(root, "", STEPS + 1)
         if last.status != 0:
@@ -213,7 +213,8 @@ def _step_of(key: str) -> int:
 
 def main(victim: str, kinds: list[str], first: int, stride: int) -> dict[str, object]:
     """Kill `victim` at every `stride`-th failpoint whose name begins with one of `kinds`; nothing stays on the disk."""
-    with tempfile.TemporaryDirectory(prefix="sw", dir="/tmp") as folder:
+    # In memory if possible: a kill leaves the page cache as it is, so nothing is gained by waiting for a disk.
+    with tempfile.TemporaryDirectory(prefix="sw", dir="/dev/shm" if os.path.isdir("/dev/shm") else "/tmp") as folder:
         os.environ["XDG_RUNTIME_DIR"] = folder
         chosen = [name for name in failpoints(folder) if name.startswith(tuple(kinds))][first::stride]
         kills, found = 0, {}

@@ -18,16 +18,17 @@ from tests.crash.matrix import Plan
 
 POOR = "no-link;no-direct;short-writes:3000"
 ROLLBACK = {"steps_before": (1, 2, 3, 4), "parent_step": 2, "steps": (3, 4, 5), "wide_from": 4}
+# With the least number of kills that each must come to: 450 together, and test_kill_processes.py adds 80.
 PLANS = {
-    "one-agent-even": Plan("before", "same", stride=2),
-    "one-agent-odd": Plan("before", "same", first=1, stride=2),
-    "both-even": Plan("before", "new", stride=2),
-    "both-odd": Plan("before", "new", first=1, stride=2),
-    "torn-writes": Plan("torn", "same"),
-    "poor-file-system": Plan("torn", "new", POOR),
-    "poor-file-system-after": Plan("after", "same", POOR, stride=3),
-    "rollback": Plan("before", "new", stride=2, **ROLLBACK),  # type: ignore[arg-type]
-    "rollback-after": Plan("after", "same", first=1, stride=2, **ROLLBACK),  # type: ignore[arg-type]
+    "one-agent-even": (Plan("before", "same", stride=2), 60),
+    "one-agent-odd": (Plan("before", "same", first=1, stride=2), 60),
+    "both-even": (Plan("before", "new", stride=2), 60),
+    "both-odd": (Plan("before", "new", first=1, stride=2), 60),
+    "torn-writes": (Plan("torn", "same"), 18),
+    "poor-file-system": (Plan("torn", "new", POOR), 45),
+    "poor-file-system-after": (Plan("after", "same", POOR, stride=3), 47),
+    "rollback": (Plan("before", "new", stride=2, **ROLLBACK), 50),  # type: ignore[arg-type]
+    "rollback-after": (Plan("after", "same", first=1, stride=2, **ROLLBACK), 50),  # type: ignore[arg-type]
 }
 LONG_STORY = {"steps": tuple(range(0, 18, 2)), "wide_from": 8, "keep_every": 6}
 LONG_PLANS = {
@@ -60,7 +61,8 @@ def carry_out(plan: Plan, folder: Path) -> int:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_killing_the_agent_at_every_effect(tmp_path: Path, name: str) -> None:
-    assert carry_out(PLANS[name], tmp_path) > 10
+    plan, kills_min = PLANS[name]
+    assert carry_out(plan, tmp_path) >= kills_min
 
 
 @pytest.mark.long

@@ -16,12 +16,13 @@ import pytest
 
 Job = dict[str, object]
 
-JOBS: dict[str, Job] = {
-    "trainer": {"victim": "trainer", "kinds": ["kill-at:trainer"], "first": 0, "stride": 1},
-    "agent-messages": {"victim": "agent", "kinds": ["kill-at:agent"], "first": 0, "stride": 1},
-    "agent-effects": {"victim": "agent", "kinds": ["kill:"], "first": 0, "stride": 9},
-    "both-messages": {"victim": "both", "kinds": ["kill-at:"], "first": 0, "stride": 4},
-    "both-effects": {"victim": "both", "kinds": ["kill:"], "first": 4, "stride": 12},
+# With the least number of kills that each must come to.
+JOBS: dict[str, tuple[Job, int]] = {
+    "trainer": ({"victim": "trainer", "kinds": ["kill-at:trainer"], "first": 0, "stride": 1}, 20),
+    "agent-messages": ({"victim": "agent", "kinds": ["kill-at:agent"], "first": 0, "stride": 1}, 20),
+    "agent-effects": ({"victim": "agent", "kinds": ["kill:"], "first": 0, "stride": 9}, 13),
+    "both-messages": ({"victim": "both", "kinds": ["kill-at:"], "first": 0, "stride": 3}, 13),
+    "both-effects": ({"victim": "both", "kinds": ["kill:"], "first": 4, "stride": 9}, 13),
 }
 LONG_JOBS: dict[str, Job] = {
     f"{victim}-{kind.strip(':')}-{first}": {"victim": victim, "kinds": [kind], "first": first, "stride": 4}
@@ -46,7 +47,8 @@ def carry_out(job: Job, folder: Path) -> int:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", JOBS)
 def test_killing_processes(tmp_path: Path, name: str) -> None:
-    assert carry_out(JOBS[name], tmp_path) >= 8
+    job, kills_min = JOBS[name]
+    assert carry_out(job, tmp_path) >= kills_min
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -211,3 +212,22 @@ def test_both_steps_damaged_is_an_error_and_never_a_mixture(run: Path) -> None:
         ckpt.restore(state)
     untouched = all(np.all(tensor == 0) for tensor in (state["big"], *state["small"]))
     assert type(caught.value).__name__ == ("DamagedError" if untouched else "StateClobbered")
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE], ids=["EIO", "ESTALE"])
+def test_a_pack_that_the_disk_cannot_read_is_damage(run: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A bad sector is no reason to end training while an older step can be read."""
+    whole = os.preadv
+    bad = os.stat(pack_of(run)).st_ino
+
+    def preadv(fd: int, *arguments: Any) -> int:
+        if os.fstat(fd).st_ino == bad:
+            raise OSError(code, os.strerror(code))
+        return whole(fd, *arguments)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert any(KEYS[1] in text for text in findings(run))
+    state = state_of(0)
+    with stepwell.Checkpointer(run) as ckpt:
+        restored = ckpt.restore(state)
+    assert restored is not None and restored.step == 1 and state["epoch"] == 1

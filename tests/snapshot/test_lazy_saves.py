@@ -325,6 +325,8 @@ def test_a_forked_child_that_steps_writes_nothing_into_the_slot(run: Path, gate:
         assert gate.entered.wait(60)
         child = os.fork()
         if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)  # a child that hangs is a failure
             trainer.model[0].weight.data.fill_(7)
             gate.open.set()
             ckpt.barrier()

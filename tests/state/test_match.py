@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any, NamedTuple
 
@@ -363,3 +364,12 @@ def test_any_nesting_comes_back_in_place_and_as_a_new_one(inner: Any) -> None:
     assert identical(stored.load(), state)
     again = store(live, rng=False)
     assert again.saved.skeleton == stored.saved.skeleton and again.saved.specs == stored.saved.specs
+
+
+def test_a_finished_plan_lets_go_of_the_state() -> None:
+    live: dict[str, Any] = {"t": tensor(), "new": None, "n": 0}
+    plan = store({"t": tensor(1), "new": tensor(2), "n": 1}).restore(live)
+    made = weakref.ref(live.pop("new"))
+    live["n"] = 5
+    plan.finish()
+    assert made() is None and live["n"] == 5

@@ -28,7 +28,9 @@ ANSWER_SECONDS_MAX = 120.0
 BUSY_SECONDS_MAX = 15.0
 SEND_SECONDS_MAX = 20
 # The agent must be this very package, wherever the trainer found it; at the end of the path it can shadow nothing.
-_START = "import sys; sys.path.append(sys.argv.pop(1)); import runpy; runpy.run_module('stepwell.agent', None, '__main__')"
+_START = (
+    "import sys; sys.path.append(sys.argv.pop(1)); import runpy; runpy.run_module('stepwell.agent', None, '__main__')"
+)
 _SOURCE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
@@ -37,9 +39,7 @@ def as_error(refused: p.Refused) -> StepwellError:
     kind = getattr(errors, refused.kind, errors.StepwellError)
     if not (isinstance(kind, type) and issubclass(kind, StepwellError)):
         kind = StepwellError
-    return kind(
-        refused.what, where=refused.where, expected=refused.expected, found=refused.found, todo=refused.todo
-    )
+    return kind(refused.what, where=refused.where, expected=refused.expected, found=refused.found, todo=refused.todo)
 
 
 class Client:
@@ -77,11 +77,11 @@ class Client:
                 self.welcome = answer
                 return answer
             except RunBusyError:
-                self._hang_up()
+                self.hang_up()
                 if time.monotonic() >= busy_until:
                     raise
             except (AgentError, OSError) as error:
-                self._hang_up()
+                self.hang_up()
                 if time.monotonic() >= deadline:
                     raise AgentError(
                         "the agent could not be started",
@@ -130,9 +130,7 @@ class Client:
         try:
             select.select([ready], [], [], max(0.1, deadline - time.monotonic()))
             if os.read(ready, 1) != b"1" and process.wait(timeout=5) != 0:
-                raise AgentError(
-                    "the agent ended at its start", where=self.place.log, found=_last_line(self.place.log)
-                )
+                raise AgentError("the agent ended at its start", where=self.place.log, found=_last_line(self.place.log))
         except subprocess.TimeoutExpired:
             raise AgentError("the agent does not answer", where=self.place.log) from None
         finally:
@@ -207,7 +205,7 @@ class Client:
         """Say goodbye: the agent finishes what it accepted and ends."""
         with contextlib.suppress(AgentError):
             self.tell(p.Bye())
-        self._hang_up()
+        self.hang_up()
 
     def abandon(self) -> None:
         """In a forked child: let go of the parent's connection without a word."""
@@ -215,7 +213,8 @@ class Client:
         if connection is not None:
             connection.close()
 
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
+        """End the connection without a word; `on_lost` is not called."""
         with self._send_lock:
             connection, self._socket = self._socket, None
             self.welcome = None

@@ -714,6 +714,9 @@ def run_agent(root: str, place: Place, *, service: bool, ready_fd: int | None) -
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     # Ctrl-C in the trainer's terminal is meant for the trainer; a service has a terminal of its own.
     signal.signal(signal.SIGINT, (lambda *_: server.stop()) if service else signal.SIG_IGN)
+    # Slurm sends the signal of `--signal` to every process of a step; that, too, is meant for the trainer.
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     lower_priority()
     if ready_fd is not None:
         os.write(ready_fd, b"1")

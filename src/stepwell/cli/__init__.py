@@ -19,16 +19,17 @@ from stepwell.errors import StepwellError
 
 # In the order in which a new user needs them. A test keeps the texts equal to those of the commands themselves.
 COMMANDS = {
-    "demo": "Train a small GPT, kill it in the middle of a save, resume it, compare bit for bit.",
+    "demo": "Train a small GPT, kill it while it saves, resume, compare bits.",
     "ls": "List the steps of a run: branches, newest, damaged ones.",
-    "show": "Show one step: where it comes from, tensors, values, timings.",
-    "verify": "Read every byte of a run and say what is damaged, and what restore would take.",
-    "diff": "Compare two steps of a run, tensor by tensor.",
+    "show": "Show one step: origin, tensors, values, timings.",
+    "verify": "Read every byte of a run and say what is damaged.",
+    "diff": "Compare two steps, tensor by tensor.",
     "export": "Write one step as a plain safetensors or torch file.",
-    "prune": "Remove steps that are not to be kept, and what killed processes left behind.",
-    "agent": "Run the agent outside the trainer's container, or ask or stop a running one.",
+    "prune": "Remove steps you do not keep, and what killed processes left.",
+    "agent": "Run, ask or stop the process that persists saves.",
 }
 BROKEN_PIPE_EXIT_CODE = 141  # what a shell reports for a program that SIGPIPE ended
+INTERRUPTED_EXIT_CODE = 130  # the same for SIGINT
 
 
 class Commands(click.Group):
@@ -60,8 +61,11 @@ class Commands(click.Group):
         except BrokenPipeError:
             _leave_broken_pipe()
         except (StepwellError, OSError) as error:
-            raise Failure(error, as_json=ctx.ensure_object(dict).get("json", False)) from error
-        except (click.ClickException, click.exceptions.Exit, click.Abort, KeyboardInterrupt):
+            ctx.exit(_report(_as_stepwell(error), as_json=ctx.ensure_object(dict).get("json", False)))
+        except (KeyboardInterrupt, click.Abort):
+            click.echo("\nstepwell: interrupted", err=True)
+            ctx.exit(INTERRUPTED_EXIT_CODE)
+        except (click.ClickException, click.exceptions.Exit):
             raise
         except Exception:
             # A traceback alone would end with code 1, which says that something is damaged.
@@ -70,20 +74,14 @@ class Commands(click.Group):
             ctx.exit(3)
 
 
-class Failure(click.ClickException):
-    """An error that was foreseen: one block of text on stderr; with `--json` also a document on stdout."""
+def _report(error: StepwellError, *, as_json: bool) -> int:
+    """Tell a foreseen error as one block of text on stderr, with `--json` also as a document on stdout."""
+    from stepwell.cli import _output
 
-    def __init__(self, error: StepwellError | OSError, *, as_json: bool) -> None:
-        super().__init__(str(error))
-        self.error, self.as_json = _as_stepwell(error), as_json
-        self.exit_code = self.error.exit_code
-
-    def show(self, file: Any = None) -> None:
-        from stepwell.cli import _output
-
-        _output.print_error(self.error)
-        if self.as_json:
-            _output.print_error_json(self.error)
+    _output.print_error(error)
+    if as_json:
+        _output.print_error_json(error)
+    return error.exit_code
 
 
 def _as_stepwell(error: StepwellError | OSError) -> StepwellError:

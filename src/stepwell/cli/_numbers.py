@@ -62,9 +62,11 @@ def decoded(dtype: str, raw: Array) -> Array:
     """
     data = np.ascontiguousarray(raw).reshape(-1)
     if dtype == "bfloat16":
-        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        widened = data.view(np.uint16).astype(np.uint32) << 16  # bfloat16 is the upper half of float32
+        return widened.view(np.float32).astype(np.float64)
     if dtype in _EIGHT_BITS:
-        return _eight_bit_table(dtype)[data]
+        eight_bits: Array = _eight_bit_table(dtype)[data]
+        return eight_bits
     if dtype == "float8_e8m0fnu":
         return np.where(data == 255, np.nan, np.ldexp(1.0, data.astype(np.int64) - 127))
     if dtype == "float4_e2m1fn_x2":

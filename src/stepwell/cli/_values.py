@@ -16,6 +16,8 @@ from stepwell.state import RNG_NAME, Saved, TorchValue, encode_values
 from stepwell.state.skeleton import Node, ValueOf, step_name
 from stepwell.units import format_bytes
 
+LOST_NAMES_SHOWN = 3
+
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 60, 60
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = _SHORT.maxdeque = 5
@@ -120,26 +122,51 @@ def _same(a: Any, b: Any) -> bool:
     return encode_values([a], allow_pickle=True) == encode_values([b], allow_pickle=True)
 
 
-def to_json(value: Any, where: str, lost: list[str]) -> Any:
-    """A value as JSON would have it. What JSON has no form for becomes text, and is named in `lost`.
+@dataclass(frozen=True)
+class Lost:
+    """One way in which a file says less than the step did, and the names that it happened to."""
+
+    what: str
+    names: list[str]
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.names[:LOST_NAMES_SHOWN])
+        more = len(self.names) - LOST_NAMES_SHOWN
+        return self.what + (f": {shown}" if shown else "") + (f" and {more:,} more" if more > 0 else "")
+
+
+class Losses:
+    """Gathers what a file cannot carry, a line for each kind of loss and not for each tensor."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, list[str]] = {}
+
+    def add(self, what: str, name: str | None = None) -> None:
+        names = self._names.setdefault(what, [])
+        if name is not None:
+            names.append(name)
+
+    def all(self) -> list[Lost]:
+        return [Lost(what, names) for what, names in self._names.items()]
+
+
+def to_json(value: Any, name: str, losses: Losses) -> Any:
+    """A value as JSON would have it. What JSON has no form for becomes something near, which is noted.
 
     Mappings with keys of text, lists, text, whole numbers, finite floats, truth values and None are kept exactly.
     """
     kind = type(value)
     if value is None or kind in (bool, str, int):
         return value
-    if kind is float:
-        if math.isfinite(value):
-            return value
-        lost.append(f"{where}: {value} became text")
-        return repr(value)
+    if kind is float and math.isfinite(value):
+        return value
     if isinstance(value, dict) and all(type(key) is str for key in value):
         if kind is not dict:
-            lost.append(f"{where}: a {type_name(value)} became an object")
-        return {key: to_json(item, f"{where}.{key}", lost) for key, item in value.items()}
+            losses.add(f"{type_name(value)} as a JSON object", name)
+        return {key: to_json(item, f"{name}.{key}", losses) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         if kind is not list:
-            lost.append(f"{where}: a {type_name(value)} became a list")
-        return [to_json(item, f"{where}.{index}", lost) for index, item in enumerate(value)]
-    lost.append(f"{where}: a {type_name(value)} became text")
+            losses.add(f"{type_name(value)} as a JSON list", name)
+        return [to_json(item, f"{name}.{index}", losses) for index, item in enumerate(value)]
+    losses.add(f"{type_name(value)} as text" + (", infinite or NaN" if kind is float else ""), name)
     return short(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any, Literal
 
 import click
@@ -26,7 +27,7 @@ STOP_SECONDS_MAX = 3600.0
 @json_option
 @click.pass_context
 def command(ctx: click.Context, run: str, what: Literal["service", "status", "stop"] | None, as_json: bool) -> None:
-    """Run the agent outside the trainer's container, or ask or stop a running one.
+    """Run, ask or stop the process that persists saves.
 
     A trainer starts its agent by itself; this command is not needed for that. But an agent in the trainer's container
     (cgroup, Slurm step) dies with that container, and with it saves that are accepted but not yet durable. Started
@@ -40,7 +41,7 @@ def command(ctx: click.Context, run: str, what: Literal["service", "status", "st
         return
     observer = observe(run)
     if observer is None:
-        _say_none(run, as_json, stopped=what == "stop")
+        _say_none(run, as_json)
         ctx.exit(0 if what == "stop" else 1)
     with observer:
         if what == "stop":
@@ -72,14 +73,14 @@ def _stop(observer: Observer, run: str, as_json: bool) -> None:
         click.echo(f"agent {status.pid} finishes {count_of(status.pending, 'order')} first ...", err=True)
     observer.wait_until_gone(STOP_SECONDS_MAX)
     if as_json:
-        print_json("agent", {"run": run, "running": False, "stopped_pid": status.pid})
+        print_json("agent", {"run": os.path.abspath(run), "running": False, "stopped_pid": status.pid})
     else:
         console().print(f"agent {status.pid} has ended")
 
 
-def _say_none(run: str, as_json: bool, *, stopped: bool) -> None:
+def _say_none(run: str, as_json: bool) -> None:
     if as_json:
-        print_json("agent", {"run": run, "running": False, **({"stopped_pid": None} if stopped else {})})
+        print_json("agent", {"run": os.path.abspath(run), "running": False, "stopped_pid": None})
     else:
         console().print("no agent is running for this run on this machine")
 
@@ -87,7 +88,7 @@ def _say_none(run: str, as_json: bool, *, stopped: bool) -> None:
 def _print_status(run: str, status: p.StatusIs, as_json: bool) -> None:
     if as_json:
         document: dict[str, Any] = {
-            "run": run,
+            "run": os.path.abspath(run),
             "running": True,
             "pid": status.pid,
             "service": status.service,
@@ -109,7 +110,10 @@ def _print_status(run: str, status: p.StatusIs, as_json: bool) -> None:
             ("started by", "stepwell agent --service" if status.service else "a trainer"),
             ("trainer", "none is connected" if status.trainer_pid is None else f"pid {status.trainer_pid}"),
             ("attempt", str(status.attempt) if status.attempt is not None else "none yet"),
-            ("pending", f"{count_of(status.pending, 'order')} (saves, prunes, records)" if status.pending else "nothing"),
+            (
+                "pending",
+                f"{count_of(status.pending, 'order')} (saves, prunes, records)" if status.pending else "nothing",
+            ),
             ("slots", slots + (": " + ", ".join(held) if held else "")),
         ],
     )

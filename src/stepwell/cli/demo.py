@@ -16,7 +16,7 @@ from stepwell.cli._output import json_option
 @json_option
 @click.pass_context
 def command(ctx: click.Context, folder: Path | None, steps: int | None, save_every: int | None, as_json: bool) -> None:
-    """Train a small GPT, kill it in the middle of a save, resume it, compare bit for bit.
+    """Train a small GPT, kill it while it saves, resume, compare bits.
 
     Works in FOLDER (./stepwell-demo) and leaves the run there for you to look at. Needs torch and takes a minute or
     two. Exits with 1 when anything was not as promised.

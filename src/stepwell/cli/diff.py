@@ -22,7 +22,7 @@ from stepwell.restore.stream import TensorStream
 from stepwell.state import ITEM_BYTES, matches
 from stepwell.store.checksum import CHUNK_BYTES
 
-LISTED_MAX = 40
+LISTED_MAX = 20
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ class ValueDifference:
 @click.argument("first", metavar="STEP")
 @click.argument("second", metavar="STEP")
 @click.option("--names", "patterns", multiple=True, metavar="PATTERN", help="Compare only these, as in 'model.*'.")
-@click.option("--allow-pickle", is_flag=True, help="Read pickled values too. A pickle can run any code: trust the file.")
+@click.option(
+    "--allow-pickle", is_flag=True, help="Read pickled values too. A pickle can run any code: trust the file."
+)
 @json_option
 @click.pass_context
 def command(
@@ -71,7 +73,7 @@ def command(
     allow_pickle: bool,
     as_json: bool,
 ) -> None:
-    """Compare two steps of a run, tensor by tensor.
+    """Compare two steps, tensor by tensor.
 
     Tensors are equal when their bytes are (so -0.0 differs from 0.0); for those that are not, the number of elements
     that differ and the largest difference are given. Plain values are compared with their types. Needs little memory:
@@ -84,7 +86,8 @@ def command(
         for opened in pair:
             stack.callback(opened.close)
         values = [values_of(opened, allow_pickle=allow_pickle) for opened in pair]
-        comparison = _Comparison(*(stack.enter_context(TensorStream(one, read_ahead=False)) for one in pair), patterns)
+        streams = [stack.enter_context(TensorStream(opened, read_ahead=False)) for opened in pair]
+        comparison = _Comparison(streams[0], streams[1], patterns)
         with progress("comparing", comparison.total_bytes) as advance:
             tensors = list(comparison.run(advance))
     value_differences = _compare_values(values[0], values[1], patterns)
@@ -138,7 +141,9 @@ class _Comparison:
         # Stepwell aligns tensors; in a file of somebody else's an element may lie across the end of a chunk.
         aligned = int(self.first.opened.layout.offsets[i]) % ITEM_BYTES[spec.dtype] == 0
         for begin, end in self.first.ranges(i) if aligned else _even_ranges(spec.nbytes):
-            if not (aligned and self._same_layout and self.first.digest_at(i, begin) == self.second.digest_at(k, begin)):
+            if not (
+                aligned and self._same_layout and self.first.digest_at(i, begin) == self.second.digest_at(k, begin)
+            ):
                 found = magnitudes(spec.dtype, self.first.read(i, begin, end), self.second.read(k, begin, end))
                 count += found.count
                 not_finite += found.not_finite_count
@@ -209,28 +214,45 @@ def _print(
     a, b = (short_key(step.key) for step in steps)
     out.print(Text.assemble(("first  ", "dim"), (a, "bold"), ("   second  ", "dim"), (b, "bold")))
     if tensors:
-        ordered = sorted(tensors, key=lambda one: -(one.max_difference or 0.0))
-        rows = [Row((one.name, *_columns(one))) for one in ordered[:LISTED_MAX]]
-        columns = (Column("tensor"), Column("elements", right=True), Column("largest |a-b|", right=True), Column(""))
-        print_table(out, columns, rows)
-        if len(tensors) > LISTED_MAX:
-            out.print(Text(f"... and {len(tensors) - LISTED_MAX} more; --json lists them all", style="dim"))
+        _print_tensors(out, tensors)
     if values is None:
-        out.print("plain values: some are pickled and were not compared; --allow-pickle reads them, if you trust the file")
+        out.print("plain values: some are pickled, none was compared; --allow-pickle reads them, if you trust the file")
     elif values:
-        rows = [
-            Row((one.name + one.place, one.first if one.first is not None else "missing", one.second if one.second is not None else "missing"))
-            for one in values[:LISTED_MAX]
-        ]
-        print_table(out, (Column("value"), Column("first"), Column("second")), rows)
-        if len(values) > LISTED_MAX:
-            out.print(Text(f"... and {len(values) - LISTED_MAX} more; --json lists them all", style="dim"))
-    differing = f"{count_of(len(tensors), 'tensor')} {'differs' if len(tensors) == 1 else 'differ'}, {equal_count:,} equal"
-    value_text = "" if values is None else f"; {count_of(len(values), 'value')} {'differs' if len(values) == 1 else 'differ'}"
+        rows = [Row((one.name + one.place, one.first or "missing", one.second or "missing")) for one in values]
+        print_table(out, (Column("value"), Column("first"), Column("second")), rows[:LISTED_MAX])
+        _print_more(out, len(rows))
     if not tensors and values == []:
         out.print(Text(f"equal: {count_of(equal_count, 'tensor')} and all plain values", style="bold green"))
-    else:
-        out.print(Text(differing + value_text, style="bold"))
+        return
+    text = f"{_differ(len(tensors), 'tensor')}, {equal_count:,} equal"
+    out.print(Text(text if values is None else f"{text}; {_differ(len(values), 'plain value')}", style="bold"))
+
+
+def _print_tensors(out: Console, tensors: list[TensorDifference]) -> None:
+    """Those that differ; when they are many, the parts of the state, then those that differ most."""
+    columns = (Column("tensor"), Column("elements", right=True), Column("largest |a-b|", right=True), Column(""))
+    ordered = sorted(tensors, key=lambda one: (one.kind == "bytes", -(one.max_difference or 0.0)))
+    if len(tensors) > LISTED_MAX:
+        groups: dict[str, list[TensorDifference]] = {}
+        for one in tensors:
+            groups.setdefault(one.name.split(".", 1)[0], []).append(one)
+        rows = []
+        for name, members in groups.items():
+            largest = max((one.max_difference for one in members if one.max_difference is not None), default=None)
+            rows.append(Row((f"{name}.*", str(len(members)), "" if largest is None else f"{largest:.4g}")))
+        parts = (Column("part"), Column("tensors that differ", right=True), Column("largest |a-b|", right=True))
+        print_table(out, parts, rows)
+    print_table(out, columns, [Row((one.name, *_columns(one))) for one in ordered[:LISTED_MAX]])
+    _print_more(out, len(tensors))
+
+
+def _print_more(out: Console, count: int) -> None:
+    if count > LISTED_MAX:
+        out.print(Text(f"... and {count - LISTED_MAX:,} more; --json lists them all", style="dim"))
+
+
+def _differ(count: int, noun: str) -> str:
+    return f"{count_of(count, noun)} {'differs' if count == 1 else 'differ'}"
 
 
 def _columns(one: TensorDifference) -> tuple[str, str, str]:

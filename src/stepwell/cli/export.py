@@ -8,7 +8,7 @@ import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO, Literal
 
 import click
@@ -17,7 +17,7 @@ import numpy as np
 
 from stepwell.cli._output import console, count_of, json_option, print_json, printable, progress
 from stepwell.cli._runs import choose, open_run, run_argument, short_key
-from stepwell.cli._values import leaves, to_json, type_name
+from stepwell.cli._values import Losses, Lost, leaves, to_json, type_name
 from stepwell.errors import StepwellError, UsageError
 from stepwell.restore.load import read_tensors
 from stepwell.restore.read import OpenStep, open_step
@@ -30,16 +30,16 @@ from stepwell.units import format_bytes
 
 VALUES_JSON_BYTES_MAX = 16 << 20  # readers hold the whole header in memory, and refuse one above 100 MB
 VALUE_JSON_BYTES_MAX = 1 << 20
-LOST_SHOWN_MAX = 20
+RNG_LOST = "states of the global random number generators, left out"
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and in words what the format could not carry."""
+    """What was written, and what the format could not carry."""
 
     tensor_count: int
     bytes: int
-    lost: list[str]
+    lost: list[Lost]
 
 
 @click.command()
@@ -53,7 +53,9 @@ class Exported:
 @click.option("--names", "patterns", multiple=True, metavar="PATTERN", help="Only these, as in 'model.*'; repeatable.")
 @click.option("--strip", default="", metavar="PREFIX", help="Take this off names, as in 'model.' (safetensors only).")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-@click.option("--allow-pickle", is_flag=True, help="Read pickled values too. A pickle can run any code: trust the file.")
+@click.option(
+    "--allow-pickle", is_flag=True, help="Read pickled values too. A pickle can run any code: trust the file."
+)
 @json_option
 def command(
     run: str,
@@ -100,17 +102,14 @@ def command(
                 "file_format": form,
                 "tensor_count": done.tensor_count,
                 "bytes": done.bytes,
-                "lost": done.lost,
+                "lost": [asdict(one) for one in done.lost],
             },
         )
         return
-    for line in done.lost[:LOST_SHOWN_MAX]:
-        click.echo(f"not carried over: {printable(line)}", err=True)
-    if len(done.lost) > LOST_SHOWN_MAX:
-        click.echo(f"... and {len(done.lost) - LOST_SHOWN_MAX} more; --json lists them all", err=True)
-    console().print(
-        f"{printable(out)}: step {short_key(chosen.key)}, {count_of(done.tensor_count, 'tensor')}, {format_bytes(done.bytes)}"
-    )
+    for one in done.lost:
+        click.echo(f"not the same in the file: {printable(one)}", err=True)
+    content = f"{count_of(done.tensor_count, 'tensor')}, {format_bytes(done.bytes)}"
+    console().print(f"{printable(out)}: step {short_key(chosen.key)}, {content}")
 
 
 def _check_target(out: str, force: bool) -> None:
@@ -166,18 +165,21 @@ def _rename_exclusively(temporary: str, out: str) -> None:
 # safetensors
 
 
-def _safetensors(
-    opened: OpenStep, file: BinaryIO, patterns: Sequence[str], strip: str, allow_pickle: bool
-) -> Exported:
+def _safetensors(opened: OpenStep, file: BinaryIO, patterns: Sequence[str], strip: str, allow_pickle: bool) -> Exported:
     layout = opened.layout
     names, other_names = _file_names(opened, patterns, strip)
-    lost = [f"{layout.names[i]}: {layout.specs[i].dtype} as {_header_text(opened, i)}" for i in names if _renamed(opened, i)]
+    losses = Losses()
+    for i, name in names.items():
+        dtype, shape = header.header_entry(layout.specs[i].dtype, layout.specs[i].shape, layout.specs[i].nbytes)
+        # safetensors has no name for some dtypes: their bytes are there, under another one.
+        if _renamed(layout.specs[i].dtype):
+            losses.add(f"{layout.specs[i].dtype} as {dtype} of another shape, the same bytes", name)
     metadata = {
         "format": "pt",
         "stepwell_run": opened.manifest.run,
         "stepwell_step": opened.manifest.key,
         **other_names,
-        **_values_note(opened, patterns, allow_pickle, lost),
+        **_values_note(opened, patterns, allow_pickle, losses),
     }
     members = [msgspec.json.encode(header.METADATA) + b":" + msgspec.json.encode(metadata)]
     position = 0
@@ -200,7 +202,7 @@ def _safetensors(
             for begin, end in stream.ranges(i):
                 file.write(stream.read(i, begin, end))
                 advance(end - begin)
-    return Exported(len(names), room + position, lost)
+    return Exported(len(names), room + position, losses.all())
 
 
 def _file_names(opened: OpenStep, patterns: Sequence[str], strip: str) -> tuple[dict[int, str], dict[str, str]]:
@@ -215,7 +217,9 @@ def _file_names(opened: OpenStep, patterns: Sequence[str], strip: str) -> tuple[
             continue
         shown = name.removeprefix(strip)
         if not shown or shown in taken or shown in (header.METADATA, VALUES):
-            raise UsageError("two tensors would get one name, or one would get none", found=name, todo="another --strip")
+            raise UsageError(
+                "two tensors would get one name, or one would get none", found=name, todo="another --strip"
+            )
         taken.add(shown)
         root = i if layout.alias_of[i] < 0 else layout.alias_of[i]
         if root in names:
@@ -227,38 +231,28 @@ def _file_names(opened: OpenStep, patterns: Sequence[str], strip: str) -> tuple[
     return {i: names[i] for i in layout.stored if i in names}, other_names
 
 
-def _renamed(opened: OpenStep, index: int) -> bool:
-    """Whether safetensors has no name for the tensor's dtype, so that the file shows another one."""
-    spec = opened.layout.specs[index]
-    known = header.HEADER_DTYPE.get(spec.dtype)
+def _renamed(dtype: str) -> bool:
+    known = header.HEADER_DTYPE.get(dtype)
     return known is None or known[1] is not None
 
 
-def _header_text(opened: OpenStep, index: int) -> str:
-    spec = opened.layout.specs[index]
-    dtype, shape = header.header_entry(spec.dtype, spec.shape, spec.nbytes)
-    return f"{dtype} {list(shape)}"
-
-
-def _values_note(opened: OpenStep, patterns: Sequence[str], allow_pickle: bool, lost: list[str]) -> dict[str, str]:
-    """The plain values as JSON, with what cannot be in it noted in `lost`."""
+def _values_note(opened: OpenStep, patterns: Sequence[str], allow_pickle: bool, losses: Losses) -> dict[str, str]:
+    """The plain values as JSON, with what cannot be in it noted in `losses`."""
     note: dict[str, Any] = {}
     total_bytes = 0
     for name, value in leaves(opened.saved(allow_pickle=allow_pickle)):
         if patterns and not matches(name, patterns):
             continue
         if name == RNG_NAME:
-            lost.append("the states of the global random number generators")
+            losses.add(RNG_LOST)
             continue
-        changed: list[str] = []
-        plain = to_json(value, name, changed)
+        plain = to_json(value, name, losses)
         size = len(json.dumps(plain))
         if size > VALUE_JSON_BYTES_MAX or total_bytes + size > VALUES_JSON_BYTES_MAX:
-            lost.append(f"{name}: a {type_name(value)}, too large for a note")
+            losses.add("values too large for the header, left out", name)
             continue
         total_bytes += size
         note[name] = plain
-        lost += changed
     return {"values": json.dumps(note)} if note else {}
 
 
@@ -276,13 +270,13 @@ def _torch(opened: OpenStep, file: BinaryIO, patterns: Sequence[str], allow_pick
     saved = opened.saved(allow_pickle=allow_pickle)
     tensors = read_tensors(opened, chosen, as_numpy=False)
     state = rebuild(saved, tensors.__getitem__, names=chosen)
-    lost: list[str] = []
+    losses = Losses()
     if saved.tree().about and (chosen is None or matches(RNG_NAME, chosen)):
-        lost.append("the states of the global random number generators")
+        losses.add(RNG_LOST)
     state = _numbered_parameters(saved.tree().children[0], state)
-    state = _Plain(torch, lost).of(state, "")
+    state = _Plain(torch, losses).of(state, "")
     torch.save(state, file)
-    return Exported(len(tensors), file.tell(), lost)
+    return Exported(len(tensors), file.tell(), losses.all())
 
 
 def _numbered_parameters(item: Any, built: Any) -> Any:
@@ -324,9 +318,10 @@ def _optimizer(item: Node, built: dict[str, Any]) -> dict[str, Any]:
 class _Plain:
     """Makes a state out of what `torch.load(weights_only=True)` accepts; notes what became something else."""
 
-    def __init__(self, torch: Any, lost: list[str]) -> None:
-        self._torch, self._lost = torch, lost
-        self._kept = (type(None), bool, int, float, str, bytes, complex, torch.Tensor, torch.Size, torch.dtype, torch.device)
+    def __init__(self, torch: Any, losses: Losses) -> None:
+        self._torch, self._losses = torch, losses
+        plain = (type(None), bool, int, float, str, bytes, bytearray, complex, Counter)
+        self._kept = {*plain, torch.Tensor, torch.Size, torch.dtype, torch.device}
 
     def of(self, value: Any, name: str) -> Any:
         kind = type(value)
@@ -334,10 +329,10 @@ class _Plain:
             return kind((key, self.of(item, f"{name}.{key}" if name else str(key))) for key, item in value.items())
         if kind in (list, tuple, set):
             return kind(self.of(item, f"{name}.{index}") for index, item in enumerate(value))
-        if kind in self._kept or kind in (Counter, bytearray):
+        if kind in self._kept:
             return value
         plain = self._converted(value)
-        self._lost.append(f"{name}: a {type_name(value)} became a {type_name(plain)}")
+        self._losses.add(f"{type_name(value)} as {type_name(plain)}", name)
         return self.of(plain, name) if isinstance(plain, (dict, list)) else plain
 
     def _converted(self, value: Any) -> Any:
@@ -352,4 +347,3 @@ class _Plain:
         if isinstance(value, TorchValue):
             return str(value.value)
         return str(value)
-

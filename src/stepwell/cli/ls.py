@@ -26,7 +26,7 @@ from stepwell.cli._output import (
     print_table,
     printable,
 )
-from stepwell.cli._runs import branch_of, in_words, open_run, restore_takes, run_argument, short_key, step_json
+from stepwell.cli._runs import branch_of, in_words, open_run, restore_takes, run_argument, step_json
 from stepwell.restore.catalogue import Catalogue, Step
 from stepwell.store.manifest import AttemptDocument
 from stepwell.units import format_bytes
@@ -80,7 +80,9 @@ def _document(catalogue: Catalogue, agent: p.StatusIs | None, takes: Step | None
             for one in catalogue.attempts
         ],
         "run_findings": list(catalogue.problems),
-        "agent": None if agent is None else {"pid": agent.pid, "trainer_pid": agent.trainer_pid, "pending": agent.pending},
+        "agent": None
+        if agent is None
+        else {"pid": agent.pid, "trainer_pid": agent.trainer_pid, "pending": agent.pending},
     }
 
 

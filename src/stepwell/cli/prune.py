@@ -20,13 +20,14 @@ from stepwell.agent.prune import LOCAL_FILESYSTEMS, NETWORK_GRACE_SECONDS, Prune
 from stepwell.cli._leftovers import Leftover, find_leftovers, remove_leftovers
 from stepwell.cli._output import Column, Row, console, count_of, json_option, print_json, print_table
 from stepwell.cli._runs import open_run, run_argument, short_key
-from stepwell.errors import RunBusyError, UsageError
+from stepwell.errors import RunBusyError, StepwellError, UsageError
 from stepwell.flow.retain import RetentionPlan, plan_retention
 from stepwell.policies import Keep
 from stepwell.restore.catalogue import Catalogue
 from stepwell.tiers.base import OsFileOps
 from stepwell.tiers.posix import PosixTier
 from stepwell.tiers.probe import probe
+from stepwell.units import format_bytes
 
 STEPS_PER_REQUEST = 200
 PRUNE_SECONDS_MAX = 600.0
@@ -66,7 +67,7 @@ def command(
     assume_ended: bool,
     as_json: bool,
 ) -> None:
-    """Remove steps that are not to be kept, and what killed processes left behind.
+    """Remove steps you do not keep, and what killed processes left.
 
     Committed steps go only when you say what to keep, with --last, --every or --best; a step stays if any of the
     three says so. Without a rule only leftovers go: temporary files, parts of saves that were never committed. The
@@ -107,7 +108,7 @@ def _keep_of(last: int | None, every: int | None, best: str | None) -> Keep | No
         return None
     rule = None
     if best is not None:
-        metric, mode, count = (best.rsplit(":", 2) + ["", ""])[:3]
+        metric, mode, count = [*best.rsplit(":", 2), "", ""][:3]
         if mode not in ("min", "max") or not count.isdecimal() or not metric:
             raise UsageError("--best names a metric, a mode and a number", expected="as in loss:min:2", found=best)
         rule = (metric, mode, int(count))
@@ -149,8 +150,8 @@ def _check_alone(catalogue: Catalogue, assume_ended: bool) -> None:
 def _ask(plan: RetentionPlan | None, leftovers: list[Leftover]) -> None:
     parts = [count_of(len(plan.remove), "step")] if plan and plan.remove else []
     parts += [count_of(len(leftovers), "leftover")] if leftovers else []
-    if parts and sys.stdin.isatty():
-        click.confirm(f"Remove {' and '.join(parts)}?", abort=True, err=True)
+    if parts and sys.stdin.isatty() and not click.confirm(f"Remove {' and '.join(parts)}?", err=True):
+        raise StepwellError("nothing was removed, as you said")
 
 
 def _through_agent(agent: Observer, keep: Keep | None, plan: RetentionPlan | None) -> Done:
@@ -196,8 +197,6 @@ def _condemned(catalogue: Catalogue) -> list[Leftover]:
 
 
 def _print_plan(out: Console, plan: RetentionPlan | None, leftovers: list[Leftover]) -> None:
-    from stepwell.units import format_bytes
-
     if plan is not None:
         removed = set(plan.remove)
         rows = [
@@ -216,17 +215,17 @@ def _print_plan(out: Console, plan: RetentionPlan | None, leftovers: list[Leftov
 
 
 def _print_done(out: Console, plan: RetentionPlan | None, leftovers: list[Leftover], done: Done) -> None:
-    from stepwell.units import format_bytes
-
     freed = format_bytes(_freed_bytes(plan, done))
     who = "The running agent removed" if done.by == "agent" else "Removed"
-    parts = [count_of(len(done.removed), "step"), count_of(len(done.leftovers), "leftover")]
+    parts = [count_of(len(done.removed), "step")] if plan or not done.leftovers else []
+    parts += [count_of(len(done.leftovers), "leftover")] if done.leftovers else []
     out.print(Text(f"{who} {' and '.join(parts)}, {freed}.", style="bold"))
     read = _still_read(plan, done)
     if read:
+        keys = ", ".join(map(short_key, read))
         out.print(
-            f"Left alone because somebody reads {'it' if len(read) == 1 else 'them'}: "
-            f"{', '.join(map(short_key, read))}. Try again later; if the reader was killed, delete its pin-* file there."
+            f"Left alone because somebody reads {'it' if len(read) == 1 else 'them'}: {keys}. "
+            "Try again later; if that reader was killed, delete its pin-* file in the step's folder."
         )
     if done.by == "agent" and leftovers:
         out.print("Leftovers stay while an agent is running: they may be a save on its way.")

@@ -25,7 +25,7 @@ from stepwell.cli._output import (
     print_json,
     print_table,
 )
-from stepwell.cli._runs import NEWEST, branch_of, choose, in_words, open_run, run_argument, short_key, step_json
+from stepwell.cli._runs import NEWEST, branch_of, choose, in_words, open_run, run_argument, step_json
 from stepwell.cli._values import short, type_name, values_of
 from stepwell.errors import DamagedError
 from stepwell.restore.catalogue import Catalogue, Step
@@ -41,14 +41,18 @@ TELEMETRY_LINE_BYTES_MAX = 1 << 20
 @click.command()
 @run_argument
 @click.argument("step", default=NEWEST)
-@click.option("--tensors", "patterns", multiple=True, metavar="PATTERN", help="List these, as in 'model.*'; repeatable.")
-@click.option("--allow-pickle", is_flag=True, help="Read pickled values too. A pickle can run any code: trust the file.")
+@click.option(
+    "--tensors", "patterns", multiple=True, metavar="PATTERN", help="List these, as in 'model.*'; repeatable."
+)
+@click.option(
+    "--allow-pickle", is_flag=True, help="Read pickled values too. A pickle can run any code: trust the file."
+)
 @json_option
 @click.pass_context
 def command(
     ctx: click.Context, run: str, step: str, patterns: tuple[str, ...], allow_pickle: bool, as_json: bool
 ) -> None:
-    """Show one step: where it comes from, tensors, values, timings.
+    """Show one step: origin, tensors, values, timings.
 
     STEP is the newest unless given. Headers and plain values are read and checked, tensors are not (`stepwell verify`
     reads all). Exits with 1 when the step is damaged or incomplete.
@@ -178,7 +182,10 @@ def _print(
                 ("host", _host(catalogue, step) or ""),
                 ("metrics", ", ".join(f"{name} {value:.6g}" for name, value in step.metrics.items())),
                 ("state", state_text),
-                *((("packs" if i == 0 else ""), f"{one.name}  {format_bytes(one.bytes)}") for i, one in enumerate(manifest.packs)),
+                *(
+                    (("packs" if i == 0 else ""), f"{one.name}  {format_bytes(one.bytes)}")
+                    for i, one in enumerate(manifest.packs)
+                ),
                 ("timings", _timings(telemetry) if telemetry else ""),
                 ("written by", manifest.writer),
             ],
@@ -208,16 +215,13 @@ def _print_tensors(out: Console, opened: OpenStep, patterns: Sequence[str]) -> N
         out.print("no tensor" + (" of such a name" if patterns else ""))
         return
     if len(chosen) <= LISTED_MAX or patterns:
-        rows = []
-        for i in chosen:
-            spec, alias = layout.specs[i], layout.alias_of[i]
-            size = f"same as {layout.names[alias]}" if alias >= 0 else format_bytes(spec.nbytes)
-            rows.append(Row((layout.names[i], spec.dtype, "×".join(map(str, spec.shape)) or "scalar", size)))
-        print_table(out, (Column("tensor"), Column("dtype"), Column("shape", right=True), Column("size", right=True)), rows)
+        rows = [Row(_tensor_cells(opened, i)) for i in chosen]
+        columns = (Column("tensor"), Column("dtype"), Column("shape", right=True), Column("size", right=True))
+        print_table(out, columns, rows)
         return
     groups: dict[str, list[int]] = {}
     for i in chosen:
-        groups.setdefault(_group(layout.names[i]), []).append(i)
+        groups.setdefault(layout.names[i].split(".", 1)[0], []).append(i)
     rows = []
     for name, members in groups.items():
         dtypes = Counter(layout.specs[i].dtype for i in members)
@@ -229,8 +233,10 @@ def _print_tensors(out: Console, opened: OpenStep, patterns: Sequence[str]) -> N
     out.print(Text("--tensors '*' lists them all", style="dim"))
 
 
-def _group(name: str) -> str:
-    return name.split(".", 1)[0]
+def _tensor_cells(opened: OpenStep, index: int) -> tuple[str, str, str, str]:
+    layout, spec, alias = opened.layout, opened.layout.specs[index], opened.layout.alias_of[index]
+    size = f"same as {layout.names[alias]}" if alias >= 0 else format_bytes(spec.nbytes)
+    return layout.names[index], spec.dtype, "×".join(map(str, spec.shape)) or "scalar", size
 
 
 def _print_values(out: Console, values: dict[str, Any] | None) -> None:

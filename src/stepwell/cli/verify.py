@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import click
@@ -44,7 +45,7 @@ class Verdict:
 @json_option
 @click.pass_context
 def command(ctx: click.Context, run: str, step: str | None, all_steps: bool, as_json: bool) -> None:
-    """Read every byte of a run and say what is damaged, and what restore would take.
+    """Read every byte of a run and say what is damaged.
 
     Without STEP all steps are read: manifest, layout, pack headers, tensors and plain values, each against its
     checksum. Nothing is changed. Exits with 1 when something is damaged or incomplete.
@@ -58,7 +59,8 @@ def command(ctx: click.Context, run: str, step: str | None, all_steps: bool, as_
     key_width = max((len(short_key(one.key)) for one in chosen), default=0)
     verdicts = []
     for number, one in enumerate(chosen, 1):
-        with progress(f"step {short_key(one.key)} ({number} of {len(chosen)})", one.stored_bytes) as advance:
+        total_bytes = one.state_bytes + (one.manifest.values_bytes if one.manifest else 0)
+        with progress(f"step {short_key(one.key)} ({number} of {len(chosen)})", total_bytes) as advance:
             verdict = _verify(catalogue, one, advance)
         verdicts.append(verdict)
         if not as_json:
@@ -89,8 +91,8 @@ def command(ctx: click.Context, run: str, step: str | None, all_steps: bool, as_
     ctx.exit(0 if ok else 1)
 
 
-def _verify(catalogue: Catalogue, step: Step, advance: object) -> Verdict:
-    findings = [finding.text for finding in verify_step(catalogue.root, step, advance)]  # type: ignore[arg-type]
+def _verify(catalogue: Catalogue, step: Step, advance: Callable[[int], None]) -> Verdict:
+    findings = [finding.text for finding in verify_step(catalogue.root, step, advance)]
     manifest = os.path.join(catalogue.root, names.STEPS, step.key, names.MANIFEST)
     if findings and not os.path.lexists(manifest):
         return Verdict(step, [], pruned=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
@@ -76,6 +77,23 @@ def flatten(state: Any, *, allow_pickle: bool = False, rng: bool = True, previou
     Raises:
         UnsupportedStateError: something in the state cannot be stored; the text names its path.
     """
+    with collector_paused():
+        return _flatten(state, allow_pickle, rng, previous)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep the garbage collector from running: it would walk over all of torch for every few thousand new objects."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _flatten(state: Any, allow_pickle: bool, rng: bool, previous: Flat | None) -> Flat:
     walk = Walk(state, allow_pickle=allow_pickle, rng=rng)
     signature, tensors, pointers = _survey(walk)
     if previous is not None and signature == previous._signature:

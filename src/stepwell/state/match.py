@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import StateClobbered, StateMismatchError, UsageError
 from . import generators
-from .flatten import RNG_NAME, Walk, memory_key
+from .flatten import RNG_NAME, Walk, collector_paused, memory_key
 from .match_optimizer import OptimizerMatch
 from .rebuild import KEEP, Saved, construct, matches
 from .refill import Refill, can_refill, put_all
@@ -73,11 +73,15 @@ class RestorePlan:
     def finish(self) -> None:
         """Put values into containers, load objects, set generators; once, after the bytes of all copies have arrived.
 
+        Lets go of the tensors afterwards: a second call does nothing.
+
         Raises:
             StateClobbered: a `load_state_dict` of the user's or torch's raised; the state is partly restored.
         """
         for action in self._actions:
             action()
+        self._actions.clear()
+        self._held.clear()
 
 
 def match(
@@ -108,6 +112,19 @@ def match(
         DamagedError: the saved nesting makes no sense.
         UnsupportedStateError: the live state has something that could not have been saved.
     """
+    with collector_paused():
+        return _match(state, saved, strict, cast, names, rng, allow_pickle)
+
+
+def _match(
+    state: Any,
+    saved: Saved,
+    strict: bool,
+    cast: bool,
+    names: str | Sequence[str] | None,
+    rng: bool,
+    allow_pickle: bool,
+) -> RestorePlan:
     tree = saved.tree()
     live = Walk(state, allow_pickle=allow_pickle, rng=False, live=True)
     matcher = Matcher(saved, live, strict=strict, cast=cast, patterns=names)
@@ -133,7 +150,7 @@ class Matcher:
         self._copies: list[Copy] = []
         self.actions: list[Callable[[], None]] = []
         self._held: list[Any] = []
-        self._written: dict[int, list[tuple[Any, int, str]]] = {}
+        self._written: dict[Any, tuple[Any, int, str]] = {}
         self._made: dict[int, Any] = {}
         self._tied = {alias for alias in saved.alias_of if alias >= 0}
         self._refill = Refill()
@@ -390,27 +407,31 @@ class Matcher:
         if spec.nbytes == 0:
             return
         root = self._root(index)
-        earlier = self._writers_of(target)
+        key, earlier = self._place_of(target, address)
         if earlier is not None:
-            if earlier[0] != root:
+            if earlier[1] != root:
                 self._problems.append(
-                    f"{shown(name)}: shares its memory with {shown(earlier[1])}, but the two were saved apart"
+                    f"{shown(name)}: shares its memory with {shown(earlier[2])}, but the two were saved apart"
                 )
             return
-        self._written.setdefault(_pointer(target), []).append((target, root, name))
-        if dtype == spec.dtype:
+        self._written[key] = (target, root, name)
+        if root in self._tied and dtype == spec.dtype:
             self._made.setdefault(root, target)
         self._copies.append(Copy(root, address, None if address else self._writer(target, spec)))
 
-    def _writers_of(self, target: Any) -> tuple[int, str] | None:
-        """The saved tensor that is to be written to this very memory already, and under which name."""
-        places = self._written.get(_pointer(target))
-        if places:
-            key = memory_key(target)
-            for other, root, name in places:
-                if memory_key(other) == key:
-                    return root, name
-        return None
+    def _place_of(self, target: Any, address: int) -> tuple[Any, tuple[Any, int, str] | None]:
+        """The key of a live tensor in `_written`, and what is to be written to this very memory already.
+
+        Nearly always the address alone tells tensors apart; only views that start together need the longer key.
+        """
+        pointer = address or _pointer(target)
+        first = self._written.get(pointer)
+        if first is None:
+            return pointer, None
+        key = memory_key(target)
+        if memory_key(first[0]) == key:
+            return pointer, first
+        return key, self._written.get(key)
 
     def _root(self, index: int) -> int:
         """The index under which the bytes of a tensor are stored."""
@@ -428,8 +449,8 @@ class Matcher:
             or self._why_not(live, address_of(live)) is not None
         ):
             return False
-        earlier = self._writers_of(live)
-        return earlier is None or earlier[0] == self._root(index)
+        _, earlier = self._place_of(live, 0)
+        return earlier is None or earlier[1] == self._root(index)
 
     def _why_not(self, target: Any, address: int) -> str | None:
         """Why a live tensor cannot be written to; one with a host address of its own has nothing odd about it."""

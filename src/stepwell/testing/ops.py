@@ -44,6 +44,7 @@ VARIABLE = "STEPWELL_FAULT"
 BLOCK_BYTES = 4096
 
 Result = TypeVar("Result")
+_PARENT = os.getppid()
 
 
 class Effect(msgspec.Struct, frozen=True, array_like=True):
@@ -272,10 +273,11 @@ def kill_myself(*, both: bool = False, once: str | None = None) -> None:
     if both:
         import psutil
 
-        relatives = [child.pid for child in psutil.Process().children()] or [os.getppid()]
-        for pid in relatives:
-            if pid > 1:
-                os.kill(pid, signal.SIGKILL)
+        children = [child.pid for child in psutil.Process().children()]
+        # When the parent has ended, somebody else has adopted this process, who is none of our business.
+        parent = [_PARENT] if os.getppid() == _PARENT else []
+        for pid in children or parent:
+            os.kill(pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -88,9 +88,9 @@ def crash_states(
     """Every different state after every prefix of the recording.
 
     For each prefix: nothing unsynced arrived; all of it did; all but one piece; only one piece; and `random_per_prefix`
-    random choices; with `extremes_only` just the first two. A state that looks like one already yielded, with the same marks passed, is left out. Deterministic
-    for a seed. Raises `UsageError` for an effect on something that the recording does not know, such as a file in a
-    folder that was made behind its back.
+    random choices. With `extremes_only` just the first two. A state that looks like one already yielded, with the same
+    marks passed, is left out. Deterministic for a seed. Raises `UsageError` for an effect on something that the
+    recording does not know, such as a file in a folder that was made behind its back.
     """
     disk = _Disk(recording)
     choose = random.Random(seed)
