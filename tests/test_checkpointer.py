@@ -8,10 +8,10 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from tests.helpers import agents_of, assert_is_step, flip_byte, open_files, pack_of, state_of, wait_until
 
 import stepwell
 from stepwell.errors import (
@@ -24,7 +24,6 @@ from stepwell.errors import (
     UsageError,
     WaitTimeout,
 )
-from tests.helpers import agents_of, assert_is_step, flip_byte, open_files, pack_of, state_of, wait_until
 
 
 def test_round_trip_in_place(run: Path) -> None:
@@ -347,6 +346,6 @@ def test_launcher_pipe_is_not_held_open(run: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(run), str(Path(__file__).parents[1])]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=30, check=False)
+    ended = subprocess.run(command, capture_output=True, timeout=30, check=False)
     assert b"done" in ended.stdout
     assert agents_of(run), "the agent lingers for the restarted trainer"

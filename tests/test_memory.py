@@ -92,9 +92,7 @@ def test_case_7_a_tiny_dev_shm_does_not_matter() -> None:
     (1, ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
     (2, ("memory.max", "memory.current", "inactive_file")),
 ])  # fmt: skip
-def test_the_tightest_group_of_the_hierarchy_decides(
-    tmp_path: Path, version: int, files: tuple[str, str, str]
-) -> None:
+def test_the_tightest_group_of_the_hierarchy_decides(tmp_path: Path, version: int, files: tuple[str, str, str]) -> None:
     """A fake /proc and /sys/fs/cgroup: the parent is tighter than the group itself; droppable cache counts as free."""
     proc, base = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
@@ -102,7 +100,10 @@ def test_the_tightest_group_of_the_hierarchy_decides(
     controllers = "memory" if version == 1 else ""
     (proc / "self/cgroup").write_text(f"4:{controllers}:/job/task\n")
     top = base / "memory" if version == 1 else base
-    for folder, limit, usage, cache in ((top / "job", 1000 * MIB, 700 * MIB, 100 * MIB), (top / "job/task", 2000 * MIB, 0, 0)):
+    for folder, limit, usage, cache in (
+        (top / "job", 1000 * MIB, 700 * MIB, 100 * MIB),
+        (top / "job/task", 2000 * MIB, 0, 0),
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / files[0]).write_text(str(limit))
         (folder / files[1]).write_text(str(usage))

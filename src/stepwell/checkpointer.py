@@ -24,7 +24,6 @@ from stepwell.agent.client import Client, as_error
 from stepwell.errors import (
     AgentError,
     DamagedError,
-    LineageError,
     NotARunError,
     SlotMemoryError,
     StateClobbered,
@@ -116,8 +115,8 @@ class Save:
     def wait(self, tier: int = 0, timeout: float | None = None) -> Save:
         """Wait until the step is durable on a tier; returns the handle.
 
-        A skipped save returns at once; without a `timeout` the wait ends after an hour. Raises `WaitTimeout` after `timeout` seconds, `UsageError` for a tier that the
-        run does not have, and, with `on_error="raise"`, the error that the save failed with, once.
+        A skipped save returns at once; without a `timeout` the wait ends after an hour. Raises `WaitTimeout` after
+        `timeout` seconds, `UsageError` for a tier that the run does not have, and, with `on_error="raise"`, the error that the save failed with, once.
         """
         if tier != 0:
             raise UsageError("this run has no such tier", expected="0", found=tier)
@@ -309,13 +308,13 @@ class Checkpointer:
                 self._begin_relink()
         self._open_attempt()
         mark = time.perf_counter()
+        ready = list(self._slots)
         slot = self._take_slot(layout, len(values), handle)
         handle.stages["slot_wait_seconds"] = time.perf_counter() - mark
         if slot is None:
             return
         assert self._attempt is not None
         handle.key, handle._slot, handle._layout = names.step_key(handle.step, self._attempt), slot, layout
-        was_fresh = slot.fresh
         mark = time.perf_counter()
         try:
             self._tell(p.Begin(slot.index))
@@ -343,7 +342,7 @@ class Checkpointer:
             self._accept(handle)
         else:
             self._pool.submit(handle._lazy.work)
-        if was_fresh:  # the first save made this slot itself: get it and the others ready for the next ones
+        if slot not in ready:  # the first save made this slot itself: get it and the others ready for the next ones
             self._background.submit(self._warm_up, slot, layout, flat)
 
     def _copy(self, handle: Save, slot: Slot, layout: Layout, flat: Flat) -> None:
@@ -366,9 +365,7 @@ class Checkpointer:
         handle._lazy = copy
         self._lazy_save = handle
 
-    def _copy_now(
-        self, slot: Slot, layout: Layout, flat: Flat, on_host: list[int], on_device: list[int]
-    ) -> None:
+    def _copy_now(self, slot: Slot, layout: Layout, flat: Flat, on_host: list[int], on_device: list[int]) -> None:
         ticket = self._queue_device(slot, layout, flat, on_device) if on_device else None
         try:
             copy_eager(slot, layout, flat, on_host, self._pool)
@@ -653,7 +650,10 @@ class Checkpointer:
         if isinstance(message, p.Committed):
             handle = self._pending.get(message.save)
             if handle is not None:
-                stages = {**message.stages, "durable_seconds": message.durable_wall_seconds - handle._entered_wall_seconds}
+                stages = {
+                    **message.stages,
+                    "durable_seconds": message.durable_wall_seconds - handle._entered_wall_seconds,
+                }
                 handle.retries = message.retries
                 self._settle(handle, None, stages)
         elif isinstance(message, p.Failed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ class Outcome:
         document: dict[str, Any] = json.loads(self.out)
         return document
 
+
+# For commands in processes of their own: they find this very package, installed or not.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(stepwell.__file__))}
 
 Command = Callable[..., Outcome]
 

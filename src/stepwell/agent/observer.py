@@ -13,6 +13,7 @@ from stepwell.agent.place import Place, peer_user, place_of
 from stepwell.errors import AgentError, RunBusyError, StepwellError, WaitTimeout
 
 ANSWER_SECONDS_MAX = 10.0
+STATUS_SECONDS_MAX = 2.0
 LOCK_POLL_SECONDS = 0.05
 
 
@@ -100,11 +101,11 @@ def observe(root: str, *, seconds_max: float = ANSWER_SECONDS_MAX) -> Observer |
 def status_of(root: str) -> p.StatusIs | None:
     """What the agent of a run is doing; None when none is running here, or it cannot be asked in a moment."""
     try:
-        observer = observe(root, seconds_max=2.0)
+        observer = observe(root, seconds_max=STATUS_SECONDS_MAX)
         if observer is None:
             return None
         with observer:
-            answer = observer.ask(p.AskStatus(), seconds_max=2.0)
+            answer = observer.ask(p.AskStatus(), seconds_max=STATUS_SECONDS_MAX)
     except StepwellError:
         return None
     assert isinstance(answer, p.StatusIs)

@@ -231,8 +231,8 @@ class StatusIs(Message, frozen=True):
 
 
 AnyMessage: TypeAlias = (
-    Hello | OpenAttempt | LayoutIs | MakeSlot | AdoptSlot | DropSlot | Begin | Persist | AskMemory | Note | Prune | AskStatus
-    | Stop | Bye | Welcome | Refused | AttemptOpened | SlotMade | Committed | Failed | MemoryIs | Pruned | StatusIs
+    Hello | OpenAttempt | LayoutIs | MakeSlot | AdoptSlot | DropSlot | Begin | Persist | AskMemory | Note | Prune
+    | AskStatus | Stop | Bye | Welcome | Refused | AttemptOpened | SlotMade | Committed | Failed | MemoryIs | Pruned | StatusIs
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -243,9 +243,7 @@ def send(connection: socket.socket, message: AnyMessage, fds: tuple[int, ...] = 
     """Send one message and the descriptors that belong to it. Raises `OSError` when the peer is gone."""
     data = _encoder.encode(message)
     if len(data) > MESSAGE_BYTES_MAX:
-        raise AgentError(
-            "a message is too large", expected=f"at most {MESSAGE_BYTES_MAX} bytes", found=len(data)
-        )
+        raise AgentError("a message is too large", expected=f"at most {MESSAGE_BYTES_MAX} bytes", found=len(data))
     if fds:
         socket.send_fds(connection, [data], list(fds))
     else:

@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 
@@ -588,8 +589,8 @@ class Persister(threading.Thread):
                 if retries >= len(RETRY_SECONDS) or is_permanent(error) or not isinstance(error, OSError):
                     log.exception("gave up saving %s", job.order.key)
                     self._write_record(job, stages, retries, error)
-                    failure = error
-                    self.server.post(lambda: self.server.failed(job, failure, retries))
+                    failed = partial(self.server.failed, job, error, retries)
+                    self.server.post(failed)
                     return
                 log.warning("saving %s failed (%s), trying again in %s s", job.order.key, error, RETRY_SECONDS[retries])
                 time.sleep(RETRY_SECONDS[retries])
@@ -615,9 +616,7 @@ class Persister(threading.Thread):
         if resumed_from is None and catalogue.attempts:
             resumed_from = catalogue.attempts[-1].parent
         tip = catalogue.newest.key if catalogue.newest else None
-        plan = plan_retention(
-            catalogue.facts(), catalogue.attempt_facts(), keep, tip=tip, resumed_from=resumed_from
-        )
+        plan = plan_retention(catalogue.facts(), catalogue.attempt_facts(), keep, tip=tip, resumed_from=resumed_from)
         plan = replace(plan, remove=plan.remove[:limit])
         removed = self.server.pruner.condemn(plan, catalogue) if plan.remove else []
         self._sweep()

@@ -63,7 +63,8 @@ def decoded(dtype: str, raw: Array) -> Array:
     data = np.ascontiguousarray(raw).reshape(-1)
     if dtype == "bfloat16":
         widened = data.view(np.uint16).astype(np.uint32) << 16  # bfloat16 is the upper half of float32
-        return widened.view(np.float32).astype(np.float64)
+        with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN like any other here
+            return widened.view(np.float32).astype(np.float64)
     if dtype in _EIGHT_BITS:
         eight_bits: Array = _eight_bit_table(dtype)[data]
         return eight_bits

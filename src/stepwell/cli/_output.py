@@ -39,10 +39,16 @@ json_option = click.option(
 )
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would end the process with 1, which says that something is damaged: `cli.main` knows better."""
+        raise BrokenPipeError
+
+
 def console(*, to_stderr: bool = False) -> Console:
     """A console on stdout (or stderr) as it is now. Colours only on a terminal; widths as wide as the terminal."""
     stream = sys.stderr if to_stderr else sys.stdout
-    made = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    made = _Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = PIPE_WIDTH
     return made

@@ -150,8 +150,12 @@ def _check_alone(catalogue: Catalogue, assume_ended: bool) -> None:
 def _ask(plan: RetentionPlan | None, leftovers: list[Leftover]) -> None:
     parts = [count_of(len(plan.remove), "step")] if plan and plan.remove else []
     parts += [count_of(len(leftovers), "leftover")] if leftovers else []
-    if parts and sys.stdin.isatty() and not click.confirm(f"Remove {' and '.join(parts)}?", err=True):
+    if parts and _is_terminal() and not click.confirm(f"Remove {' and '.join(parts)}?", err=True):
         raise StepwellError("nothing was removed, as you said")
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 def _through_agent(agent: Observer, keep: Keep | None, plan: RetentionPlan | None) -> Done:

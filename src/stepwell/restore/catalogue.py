@@ -106,7 +106,9 @@ class Catalogue:
             try:
                 number = int(step)
             except ValueError:
-                raise UsageError("not a step", expected="a number or a key like 000000001000-0003", found=step) from None
+                raise UsageError(
+                    "not a step", expected="a number or a key like 000000001000-0003", found=step
+                ) from None
             candidates = [one for one in self.steps if one.step == number]
             candidates.sort(key=lambda one: (one.problem is None, one.in_lineage, one.attempt))
         if not candidates:
@@ -212,9 +214,7 @@ def _read_step(root: str, key: str, step: int, attempt: int, run: RunDocument) -
         if manifest.key != key:
             raise DamagedError("the manifest belongs to another step", where=path, expected=key, found=manifest.key)
         if manifest.run != run.run:
-            raise DamagedError(
-                "the manifest belongs to another run", where=path, expected=run.run, found=manifest.run
-            )
+            raise DamagedError("the manifest belongs to another run", where=path, expected=run.run, found=manifest.run)
     except (DamagedError, OSError) as error:
         return Step(key, step, attempt, None, str(error))
     return Step(key, step, attempt, manifest, missing_parts(folder, manifest))

@@ -218,9 +218,7 @@ class OpenStep:
                 if first or second:
                     yield index, begin if first else middle, end if second else middle
 
-    def _deliver(
-        self, index: int, begin: int, end: int, targets: list[_Target], room: memoryview
-    ) -> list[str]:
+    def _deliver(self, index: int, begin: int, end: int, targets: list[_Target], room: memoryview) -> list[str]:
         source = self.sources[index]
         alone = len(targets) == 1 and targets[0].begin <= begin and targets[0].end >= end
         if alone:
@@ -348,7 +346,10 @@ def pinned(opened: OpenStep) -> Iterator[Callable[[], None]]:
 
 
 def open_step(root: str, step: Step, known: Layout | None = None) -> OpenStep:
-    """Open a step from its packs; `known` spares reading its layout again. Raises `DamagedError` when manifest, layout, a header or the values are damaged."""
+    """Open a step from its packs; `known` spares reading its layout again.
+
+    Raises `DamagedError` when manifest, layout, a header or the values are damaged.
+    """
     if step.manifest is None or step.problem is not None:
         raise DamagedError(f"step {step.step} cannot be read", where=step.key, found=step.problem)
     layout = _layout(root, step.manifest.layout, known)
@@ -423,7 +424,9 @@ def _open(
                 header.header_bytes, header.values_begin, header.values_bytes, plan.name,
             )  # fmt: skip
             if expected != found:
-                raise DamagedError("a pack is not the one its manifest names", where=where, expected=expected, found=found)
+                raise DamagedError(
+                    "a pack is not the one its manifest names", where=where, expected=expected, found=found
+                )
             headers.append(header)
             sources.append(source_of(index, header, where))
         opened = OpenStep(step, manifest, layout, headers, sources, b"", tier)
@@ -453,5 +456,3 @@ def _read_values(opened: OpenStep) -> bytes:
     if bad:
         raise DamagedError(f"step {opened.manifest.step} is damaged", where=source.where, found="; ".join(bad[:5]))
     return bytes(data[begin - first :])
-
-

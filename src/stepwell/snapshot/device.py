@@ -58,29 +58,36 @@ class CudaCopier:
         by_device: dict[Any, list[tuple[Any, Any]]] = {}
         for pair in pairs:
             by_device.setdefault(pair[1].device, []).append(pair)
-        events: list[tuple[Any, Any]] = []
+        ticket = CudaTicket(self.torch, pairs)
+        try:
+            for device, members in by_device.items():
+                ticket.events.append((device, self._queue(device, members)))
+        except BaseException:
+            for stream in self.streams.values():  # what was queued must not arrive in a slot that is somebody else's
+                stream.synchronize()
+            raise
+        return ticket
+
+    def _queue(self, device: Any, pairs: list[tuple[Any, Any]]) -> Any:
+        stream = self.streams.get(device)
+        if stream is None:
+            stream = self.streams[device] = self.torch.cuda.Stream(device)
+        stream.wait_stream(self.torch.cuda.current_stream(device))
+        event = self.torch.cuda.Event(blocking=True)
         copy = self.torch.Tensor.copy_
-        for device, members in by_device.items():
-            stream = self.streams.get(device)
-            if stream is None:
-                stream = self.streams[device] = self.torch.cuda.Stream(device)
-            stream.wait_stream(self.torch.cuda.current_stream(device))
-            event = self.torch.cuda.Event(blocking=True)
-            events.append((device, event))
-            with self.torch.no_grad(), self.torch.cuda.stream(stream):
-                try:
-                    for view, tensor in members:
-                        copy(view, tensor, non_blocking=True)
-                finally:
-                    event.record(stream)
-        return CudaTicket(self.torch, events, pairs)
+        with self.torch.no_grad(), self.torch.cuda.stream(stream):
+            for view, tensor in pairs:
+                copy(view, tensor, non_blocking=True)
+            event.record(stream)
+        return event
 
 
 class CudaTicket:
     """`Ticket` of `CudaCopier`: one event per device."""
 
-    def __init__(self, torch: Any, events: list[tuple[Any, Any]], pairs: list[tuple[Any, Any]]) -> None:
-        self.torch, self.events, self.pairs = torch, events, pairs
+    def __init__(self, torch: Any, pairs: list[tuple[Any, Any]]) -> None:
+        self.torch, self.pairs = torch, pairs
+        self.events: list[tuple[Any, Any]] = []
 
     def wait(self) -> None:
         for _, event in self.events:

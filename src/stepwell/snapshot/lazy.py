@@ -150,12 +150,12 @@ class LazyCopy:
             self.help()
             self._host_done.wait()
             self.ticket.wait()
-        except Exception as error:  # kept for the handle
-            self._error = self._error or error
+        except Exception as failure:  # kept for the handle
+            self._error = self._error or failure
         self._judge()
-        error = self._error
-        if error is None and self.moved:
-            error = UnsafeSnapshotError(
+        outcome = self._error
+        if outcome is None and self.moved:
+            outcome = UnsafeSnapshotError(
                 "tensors changed while the lazy snapshot was reading them",
                 where=listed(self.moved),
                 expected="no change before optimizer.step()",
@@ -164,7 +164,7 @@ class LazyCopy:
             )
         self._names, self._tensors, self._groups, self.ticket = [], [], [], NothingToWaitFor()
         try:
-            self.finish(error)
+            self.finish(outcome)
         finally:
             self.done.set()
 

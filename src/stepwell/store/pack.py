@@ -82,7 +82,10 @@ def parse(data: bytes, file_bytes: int, where: str) -> PackHeader:
     digests = tuple(joined[i : i + DIGEST_BYTES] for i in range(0, len(joined), DIGEST_BYTES))
     if len(digests) != chunk_count(data_bytes):
         raise DamagedError(
-            "the pack has the wrong number of checksums", where=where, expected=chunk_count(data_bytes), found=len(digests)
+            "the pack has the wrong number of checksums",
+            where=where,
+            expected=chunk_count(data_bytes),
+            found=len(digests),
         )
     begin, end = own_members.values.data_offsets if own_members.values else (data_bytes, data_bytes)
     if not 0 <= begin <= end == data_bytes:
