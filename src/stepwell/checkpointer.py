@@ -721,6 +721,7 @@ class Checkpointer:
             except (StepwellError, OSError) as error:
                 last = error
                 log.warning("the new agent failed as well: %s", error)
+            client.hang_up()  # or the next one would find us connected already
         log.error("no agent can be kept alive, the next save tries again: %s", last)
         with self._lock:
             self._linked = self._relinking = False

@@ -86,7 +86,8 @@ def test_elements_are_counted_and_what_is_not_finite_is_told_apart(command: Comm
         (True, 1, "", ("bool True", "int 1")),
         (0.0, -0.0, "", ("0.0", "-0.0")),
         ([1, 2, 3], [1, 5, 3], "[1]", ("2", "5")),
-        ([1, 2], [1, 2, 3], "", ("[1, 2]", "[1, 2, 3]")),
+        ([1, 2], [1, 2, 3], "", ("2 items", "3 items")),
+        ([1, 2], [5, 2, 3], "[0]", ("1", "5")),
         ({"a": {"b": 1}}, {"a": {"b": 2}}, "['a']['b']", ("1", "2")),
         ({"a": 1}, {"b": 1}, "['a']", ("1", None)),
         ({1: 1}, {1: 1, 2: 2}, "[2]", (None, "2")),
@@ -104,6 +105,13 @@ def test_values_differ_with_their_place(
     assert rest == []
     assert (name.removeprefix("v") + found[0]).replace(".a.b", "['a']['b']") == place
     assert found[1:] == texts
+
+
+def test_long_bytes_of_one_length_are_told_apart(command: Command, tmp_path: Path) -> None:
+    run = two_steps(tmp_path / "run", {"x": np.zeros(1), "v": bytes(3000)}, {"x": np.zeros(1), "v": b"x" * 3000})
+    _, first, second = values(command("diff", run, 1, 2, "--json").document)["v"]
+    assert first is not None and first.startswith("3.00 kB (xxh3 ")
+    assert second is not None and second.startswith("3.00 kB (xxh3 ") and second != first
 
 
 def test_the_generators_are_one_value(command: Command, tmp_path: Path) -> None:
@@ -167,13 +175,14 @@ def test_damage_is_said(command: Command, branchy: Path) -> None:
     assert "step 300 is damaged" in outcome.err
 
 
-def test_many_differences_are_summed_up(command: Command, tmp_path: Path) -> None:
-    first = {"model": {f"layer{i}": np.zeros(3, dtype=np.float32) for i in range(50)}}
-    second = {"model": {f"layer{i}": np.full(3, i + 1, dtype=np.float32) for i in range(50)}}
-    run = two_steps(tmp_path / "run", first, second)
+def test_many_differences_are_summed_up_unless_a_pattern_asks_for_them(command: Command, tmp_path: Path) -> None:
+    def state(number: float) -> dict[str, Any]:
+        layers = {f"layer{i}": {"weight": np.full(3, number + i), "bias": np.full(2, -2 * number)} for i in range(30)}
+        return {"model": layers}
+
+    run = two_steps(tmp_path / "run", state(1), state(3))
     outcome = command("diff", run, 1, 2)
     words = " ".join(outcome.out.split())
-    assert "model.* 50 50" in words
-    assert "model.layer49 all 50" in words
-    assert "... and 30 more" in words
-    assert len(outcome.lines) < 30
+    assert "model.*.weight 30 2 model.*.bias 30 4" in words
+    assert len(outcome.lines) == 6
+    assert "model.layer29.weight all 2" in " ".join(command("diff", run, 1, 2, "--names", "*").out.split())

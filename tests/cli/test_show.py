@@ -94,8 +94,8 @@ def test_long_values_are_cut(command: Command, tmp_path: Path) -> None:
     with stepwell.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, state).wait()
     outcome = command("show", tmp_path / "run")
-    assert "(10000 items)" in outcome.out
-    assert "5.00 kB" in outcome.out
+    assert "(10,000 items)" in outcome.out
+    assert "5.00 kB (xxh3 " in outcome.out
     assert "an integer of 1329 bits" in outcome.out
     table = outcome.lines[outcome.out.splitlines().index("value  type") :]
     assert max(map(len, table)) < 90

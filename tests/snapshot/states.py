@@ -23,6 +23,7 @@ class Trainer:
 
     def __init__(self, seed: int = 0, **options: Any) -> None:
         self.random = torch.Generator().manual_seed(seed)
+        torch.set_num_threads(1)  # no waiting for a busy core
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(128, 256), nn.BatchNorm1d(256), nn.Linear(256, 64))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, **options)

@@ -106,7 +106,8 @@ class Client:
         except BaseException:
             connection.close()
             raise
-        self._socket = connection
+        with self._send_lock:
+            self._socket, self.lost = connection, False
         self._reader = threading.Thread(target=self._read, args=(connection,), name="stepwell-agent", daemon=True)
         self._reader.start()
 

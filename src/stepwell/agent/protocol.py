@@ -232,7 +232,8 @@ class StatusIs(Message, frozen=True):
 
 AnyMessage: TypeAlias = (
     Hello | OpenAttempt | LayoutIs | MakeSlot | AdoptSlot | DropSlot | Begin | Persist | AskMemory | Note | Prune
-    | AskStatus | Stop | Bye | Welcome | Refused | AttemptOpened | SlotMade | Committed | Failed | MemoryIs | Pruned | StatusIs
+    | AskStatus | Stop | Bye | Welcome | Refused | AttemptOpened | SlotMade | Committed | Failed | MemoryIs | Pruned
+    | StatusIs
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

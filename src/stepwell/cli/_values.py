@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,12 @@ from stepwell.errors import UsageError
 from stepwell.restore.read import OpenStep
 from stepwell.state import RNG_NAME, Saved, TorchValue, encode_values
 from stepwell.state.skeleton import Node, ValueOf, step_name
+from stepwell.store.checksum import hex_digest
 from stepwell.units import format_bytes
 
 LOST_NAMES_SHOWN = 3
+SHORT_LENGTH_MAX = 60
+GROUPS_MAX = 20
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 60, 60
@@ -60,20 +63,44 @@ def type_name(value: Any) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__.split('.')[0]}.{kind.__name__}"
 
 
-def short(value: Any) -> str:
+def short(value: Any, length_max: int = SHORT_LENGTH_MAX) -> str:
     """A value in a few words; large ones are cut, and never written out on the way."""
     if isinstance(value, TorchValue):
         return str(value.value)
-    if isinstance(value, (bytes, bytearray)):
-        return format_bytes(len(value)) if len(value) > 20 else repr(value)
+    if isinstance(value, (bytes, bytearray)) and len(value) > 20:
+        return f"{format_bytes(len(value))} (xxh3 {hex_digest(bytes(value))[:8]})"
     if isinstance(value, np.ndarray):
-        return f"{value.dtype} {list(value.shape)}"
+        content = f" (xxh3 {hex_digest(value.tobytes())[:8]})" if not value.dtype.hasobject else ""
+        return f"{value.dtype} {list(value.shape)}{content}"
     if isinstance(value, int) and value.bit_length() > 200:
         return f"an integer of {value.bit_length()} bits"
     text = _SHORT.repr(value)
-    if hasattr(value, "__len__") and not isinstance(value, str) and len(value) > 5:
-        text += f"  ({len(value)} items)"
+    if len(text) > length_max:
+        text = text[: length_max - 3] + "..."
+    if hasattr(value, "__len__") and not isinstance(value, (str, bytes, bytearray)) and len(value) > 5:
+        text += f" ({len(value):,} items)"
     return text
+
+
+def grouped(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names by their first and last part, `optim.*.exp_avg`; by their first alone where that would be too many."""
+    every = list(names)
+    for pattern_of in (_first_and_last, _first):
+        groups: dict[str, list[str]] = {}
+        for name in every:
+            groups.setdefault(pattern_of(name), []).append(name)
+        if len(groups) <= GROUPS_MAX:
+            break
+    return groups
+
+
+def _first_and_last(name: str) -> str:
+    parts = name.split(".")
+    return f"{parts[0]}.*.{parts[-1]}" if len(parts) > 2 else _first(name)
+
+
+def _first(name: str) -> str:
+    return name.split(".", 1)[0] + (".*" if "." in name else "")
 
 
 @dataclass(frozen=True)
@@ -90,28 +117,34 @@ def first_difference(a: Any, b: Any, where: str = "") -> Place | None:
     if type(a) is type(b):
         if isinstance(a, dict):
             return _in_mappings(a, b, where)
-        if isinstance(a, (list, tuple)) and len(a) == len(b):
-            for index, (x, y) in enumerate(zip(a, b, strict=True)):
-                place = first_difference(x, y, f"{where}[{index}]")
-                if place is not None:
-                    return place
-            return None
-        if _same(a, b):
-            return None
-        return Place(where, short(a), short(b))
-    return Place(where, f"{type_name(a)} {short(a)}", f"{type_name(b)} {short(b)}")
+        if isinstance(a, (list, tuple)):
+            return _in_sequences(a, b, where)
+        return None if _same(a, b) else Place(where, _brief(a), _brief(b))
+    return Place(where, f"{type_name(a)} {_brief(a)}", f"{type_name(b)} {_brief(b)}")
+
+
+def _brief(value: Any) -> str:
+    return short(value, 30)
+
+
+def _in_sequences(a: Sequence[Any], b: Sequence[Any], where: str) -> Place | None:
+    for index, (x, y) in enumerate(zip(a, b)):
+        place = first_difference(x, y, f"{where}[{index}]")
+        if place is not None:
+            return place
+    return None if len(a) == len(b) else Place(where, f"{len(a):,} items", f"{len(b):,} items")
 
 
 def _in_mappings(a: dict[Any, Any], b: dict[Any, Any], where: str) -> Place | None:
     for key, value in a.items():
         if key not in b:
-            return Place(f"{where}[{key!r}]", short(value), None)
+            return Place(f"{where}[{key!r}]", _brief(value), None)
         place = first_difference(value, b[key], f"{where}[{key!r}]")
         if place is not None:
             return place
     for key, value in b.items():
         if key not in a:
-            return Place(f"{where}[{key!r}]", None, short(value))
+            return Place(f"{where}[{key!r}]", None, _brief(value))
     return None
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from stepwell.cli._numbers import magnitudes
 from stepwell.cli._output import Column, Row, console, count_of, json_option, print_json, print_table, progress
 from stepwell.cli._runs import choose, open_run, run_argument, short_key
-from stepwell.cli._values import first_difference, short, type_name, values_of
+from stepwell.cli._values import first_difference, grouped, short, type_name, values_of
 from stepwell.restore.catalogue import Catalogue, Step
 from stepwell.restore.read import open_step
 from stepwell.restore.stream import TensorStream
@@ -95,7 +95,7 @@ def command(
     if as_json:
         print_json("diff", _document(catalogue, steps, tensors, value_differences, comparison.equal_count, equal))
     else:
-        _print(console(), steps, tensors, value_differences, comparison.equal_count)
+        _print(console(), steps, tensors, value_differences, comparison.equal_count, all_of_them=bool(patterns))
     ctx.exit(0 if equal else 1)
 
 
@@ -210,17 +210,18 @@ def _print(
     tensors: list[TensorDifference],
     values: list[ValueDifference] | None,
     equal_count: int,
+    *,
+    all_of_them: bool,
 ) -> None:
     a, b = (short_key(step.key) for step in steps)
     out.print(Text.assemble(("first  ", "dim"), (a, "bold"), ("   second  ", "dim"), (b, "bold")))
     if tensors:
-        _print_tensors(out, tensors)
+        _print_tensors(out, tensors, all_of_them=all_of_them)
     if values is None:
         out.print("plain values: some are pickled, none was compared; --allow-pickle reads them, if you trust the file")
     elif values:
         rows = [Row((one.name + one.place, one.first or "missing", one.second or "missing")) for one in values]
-        print_table(out, (Column("value"), Column("first"), Column("second")), rows[:LISTED_MAX])
-        _print_more(out, len(rows))
+        print_table(out, (Column("value"), Column("first"), Column("second")), rows)
     if not tensors and values == []:
         out.print(Text(f"equal: {count_of(equal_count, 'tensor')} and all plain values", style="bold green"))
         return
@@ -228,27 +229,20 @@ def _print(
     out.print(Text(text if values is None else f"{text}; {_differ(len(values), 'plain value')}", style="bold"))
 
 
-def _print_tensors(out: Console, tensors: list[TensorDifference]) -> None:
-    """Those that differ; when they are many, the parts of the state, then those that differ most."""
-    columns = (Column("tensor"), Column("elements", right=True), Column("largest |a-b|", right=True), Column(""))
-    ordered = sorted(tensors, key=lambda one: (one.kind == "bytes", -(one.max_difference or 0.0)))
-    if len(tensors) > LISTED_MAX:
-        groups: dict[str, list[TensorDifference]] = {}
-        for one in tensors:
-            groups.setdefault(one.name.split(".", 1)[0], []).append(one)
-        rows = []
-        for name, members in groups.items():
-            largest = max((one.max_difference for one in members if one.max_difference is not None), default=None)
-            rows.append(Row((f"{name}.*", str(len(members)), "" if largest is None else f"{largest:.4g}")))
-        parts = (Column("part"), Column("tensors that differ", right=True), Column("largest |a-b|", right=True))
-        print_table(out, parts, rows)
-    print_table(out, columns, [Row((one.name, *_columns(one))) for one in ordered[:LISTED_MAX]])
-    _print_more(out, len(tensors))
-
-
-def _print_more(out: Console, count: int) -> None:
-    if count > LISTED_MAX:
-        out.print(Text(f"... and {count - LISTED_MAX:,} more; --json lists them all", style="dim"))
+def _print_tensors(out: Console, tensors: list[TensorDifference], *, all_of_them: bool) -> None:
+    """Those that differ, or, when they are many and no pattern asks for them, groups of them."""
+    if len(tensors) <= LISTED_MAX or all_of_them:
+        columns = (Column("tensor"), Column("elements", right=True), Column("largest |a-b|", right=True), Column(""))
+        print_table(out, columns, [Row((one.name, *_columns(one))) for one in tensors])
+        return
+    by_name = {one.name: one for one in tensors}
+    rows = []
+    for pattern, names_there in grouped(by_name).items():
+        largest = [d for name in names_there if (d := by_name[name].max_difference) is not None]
+        rows.append(Row((pattern, str(len(names_there)), f"{max(largest):.4g}" if largest else "")))
+    titles = (Column("tensors"), Column("that differ", right=True), Column("largest |a-b|", right=True))
+    print_table(out, titles, rows)
+    out.print(Text("--names '*' lists them all", style="dim"))
 
 
 def _differ(count: int, noun: str) -> str:

@@ -26,7 +26,7 @@ from stepwell.cli._output import (
     print_table,
 )
 from stepwell.cli._runs import NEWEST, branch_of, choose, in_words, open_run, run_argument, step_json
-from stepwell.cli._values import short, type_name, values_of
+from stepwell.cli._values import grouped, short, type_name, values_of
 from stepwell.errors import DamagedError
 from stepwell.restore.catalogue import Catalogue, Step
 from stepwell.restore.read import OpenStep, open_step
@@ -219,15 +219,14 @@ def _print_tensors(out: Console, opened: OpenStep, patterns: Sequence[str]) -> N
         columns = (Column("tensor"), Column("dtype"), Column("shape", right=True), Column("size", right=True))
         print_table(out, columns, rows)
         return
-    groups: dict[str, list[int]] = {}
-    for i in chosen:
-        groups.setdefault(layout.names[i].split(".", 1)[0], []).append(i)
+    index_of = {layout.names[i]: i for i in chosen}
     rows = []
-    for name, members in groups.items():
+    for pattern, names_there in grouped(index_of).items():
+        members = [index_of[name] for name in names_there]
         dtypes = Counter(layout.specs[i].dtype for i in members)
         size = sum(layout.specs[i].nbytes for i in members if layout.alias_of[i] < 0)
         words = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common())
-        rows.append(Row((f"{name}.*", str(len(members)), format_bytes(size), words)))
+        rows.append(Row((pattern, str(len(members)), format_bytes(size), words)))
     columns = (Column("tensors"), Column("count", right=True), Column("size", right=True), Column("dtypes"))
     print_table(out, columns, rows)
     out.print(Text("--tensors '*' lists them all", style="dim"))

@@ -340,7 +340,7 @@ def _conclude(plan: Plan, show: Show, outcome: Outcome, blocked_seconds: list[fl
         (f"{command} verify {run}", "have the damage found"),
         (
             f"{python} -m stepwell.demo.train --run {run} --steps {2 * plan.steps}",
-            "train on, from the step before the damaged one; kill it when you like, and call it again",
+            "train on from the step before it; kill it when you like, call it again",
         ),
     ):
         show.raw(f"# {why}", "dim")

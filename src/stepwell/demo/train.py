@@ -53,7 +53,7 @@ def build(
     width: int = 192,
     heads: int = 6,
     context: int = 64,
-    batch: int = 16,
+    batch: int = 12,
     dropout: float = 0.1,
     learning_rate: float = 2e-3,
     seed: int = 1234,

@@ -89,10 +89,11 @@ class TensorStream:
         self._bump()
         last = len(self.opened.headers[pack].digests) - 1
         for wanted in range(number, min(number + self._ahead, last) + 1):
-            if (pack, wanted) not in self._chunks:
+            if (pack, wanted) in self._chunks:
+                self._chunks.move_to_end((pack, wanted))
+            else:
                 room = self._room()
                 self._chunks[pack, wanted] = self._pool.submit(self._read, pack, wanted, room), room
-        self._chunks.move_to_end((pack, number))
         return self._chunks[pack, number][0].result()
 
     def _room(self) -> memoryview:
