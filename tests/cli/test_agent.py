@@ -122,6 +122,17 @@ def test_an_agent_that_does_not_answer_is_said_and_ls_goes_on(
         assert command("ls", branchy).code == 0
 
 
+def test_without_a_usable_runtime_folder_ls_goes_on(
+    command: Command, branchy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepwell.agent.observer.place_of", _raise_os_error)
+    assert command("ls", branchy).code == 0
+
+
+def _raise_os_error(root: str) -> None:
+    raise OSError(30, "Read-only file system", "/tmp/stepwell-0")
+
+
 def test_an_agent_of_another_version_is_said(branchy: Path) -> None:
     from threading import Thread
 

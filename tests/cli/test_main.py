@@ -107,6 +107,13 @@ def test_a_folder_of_runs_names_them(command: Command, branchy: Path) -> None:
     assert f"name one of them, as in {branchy}" in outcome.err
 
 
+@pytest.mark.parametrize("inside", ["run.json", "steps", "steps/000000000100-0001"])
+def test_a_path_inside_a_run_names_the_run(command: Command, branchy: Path, inside: str) -> None:
+    outcome = command("ls", branchy / inside)
+    assert outcome.code == 3
+    assert f"name the run itself: {branchy}" in outcome.err
+
+
 @pytest.mark.parametrize("kind", ["file", "missing"])
 def test_what_is_there_instead_of_a_run_is_said(command: Command, tmp_path: Path, kind: str) -> None:
     path = tmp_path / "x"

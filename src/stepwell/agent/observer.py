@@ -106,7 +106,7 @@ def status_of(root: str) -> p.StatusIs | None:
             return None
         with observer:
             answer = observer.ask(p.AskStatus(), seconds_max=STATUS_SECONDS_MAX)
-    except StepwellError:
+    except (StepwellError, OSError):
         return None
     assert isinstance(answer, p.StatusIs)
     return answer

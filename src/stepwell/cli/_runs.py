@@ -21,14 +21,18 @@ run_argument = click.argument("run", type=click.Path())
 
 
 def open_run(run: str) -> Catalogue:
-    """The catalogue of a run. Raises `NotARunError`, which names runs near by when there are any."""
+    """The catalogue of a run. Raises `NotARunError`, which names a run near by when there is one."""
     try:
         return catalogues.read(run)
     except NotARunError as error:
+        above = _run_above(run)
         near = [name for name in _listed(run) if catalogues.is_run(os.path.join(run, name))]
         if near:
             error.found = "runs below it: " + ", ".join(near[:_NEAR_MAX]) + (", ..." if len(near) > _NEAR_MAX else "")
             error.todo = f"name one of them, as in {os.path.join(run, near[0])}"
+        elif above is not None:
+            error.found = f"something inside the run {above}"
+            error.todo = f"name the run itself: {above}"
         elif not os.path.exists(run):
             error.found = "no such folder"
         elif not os.path.isdir(run):
@@ -36,6 +40,16 @@ def open_run(run: str) -> Catalogue:
         else:
             error.todo = "name the folder that was given to stepwell.Checkpointer"
         raise
+
+
+def _run_above(path: str) -> str | None:
+    """The run that this path lies in, for someone who has named a step's folder or run.json."""
+    folder = os.path.abspath(path)
+    for _ in range(3):
+        folder = os.path.dirname(folder)
+        if catalogues.is_run(folder):
+            return folder
+    return None
 
 
 def _listed(folder: str) -> list[str]:

@@ -25,6 +25,8 @@ log = logging.getLogger("stepwell")
 
 MADV_POPULATE_WRITE = 23
 WRITE_PIECE_BYTES = 4 << 20
+LARGE_BYTES = 1 << 20
+PIECE_BYTES = 8 << 20
 COPY_THREADS = max(1, min(4, os.cpu_count() or 1))
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -137,33 +139,36 @@ def copy_eager(slot: Slot, layout: Layout, flat: Flat, indices: list[int], pool:
     if slot.fresh:
         _write_fresh(slot, layout, flat, indices, pool)
         return
+    small: list[int] = []
+    pieces: list[tuple[int, int, int]] = []
+    base = slot.address
+    for i in indices:
+        size = flat.specs[i].nbytes
+        source = address_of(flat.tensors[i]) if size >= LARGE_BYTES else 0
+        if not source:
+            small.append(i)
+            continue
+        destination = base + layout.slot_offset(i)
+        for begin in range(0, size, PIECE_BYTES):
+            pieces.append((destination + begin, source + begin, min(PIECE_BYTES, size - begin)))
+    # Plain copies by our own threads: a torch copy ends with a barrier of OpenMP, which spins when cores are busy.
+    running = [pool.submit(ctypes.memmove, *piece) for piece in pieces]
+    _copy_small(slot, layout, flat, small)
+    for future in running:
+        future.result()
+
+
+def _copy_small(slot: Slot, layout: Layout, flat: Flat, indices: list[int]) -> None:
+    """Small and strided tensors, by the library that they belong to; one call for all of torch's."""
     views = slot.views(layout, flat)
-    arrays = [i for i in indices if flat.specs[i].kind == "numpy"]
-    if arrays:
-        _copy_arrays([(views[i], flat.tensors[i]) for i in arrays], pool)
-        indices = [i for i in indices if flat.specs[i].kind != "numpy"]
-    if indices:
+    ours = [i for i in indices if flat.specs[i].kind == "torch"]
+    if ours:
         torch = sys.modules["torch"]
         with torch.no_grad():
-            torch._foreach_copy_([views[i] for i in indices], [flat.tensors[i] for i in indices])
-
-
-def _copy_arrays(pairs: list[tuple[Any, Any]], pool: ThreadPoolExecutor) -> None:
-    shares: list[list[tuple[Any, Any]]] = [[] for _ in range(COPY_THREADS)]
-    loads = [0] * COPY_THREADS
-    for pair in sorted(pairs, key=lambda pair: -pair[1].nbytes):
-        least = loads.index(min(loads))
-        shares[least].append(pair)
-        loads[least] += pair[1].nbytes
-
-    def copy(share: list[tuple[Any, Any]]) -> None:
-        for destination, source in share:
-            np.copyto(destination, source)
-
-    if sum(loads) < 1 << 20:
-        copy(pairs)
-    else:
-        list(pool.map(copy, shares))
+            torch._foreach_copy_([views[i] for i in ours], [flat.tensors[i] for i in ours])
+    for i in indices:
+        if flat.specs[i].kind == "numpy":
+            np.copyto(views[i], flat.tensors[i])
 
 
 def _write_fresh(slot: Slot, layout: Layout, flat: Flat, indices: list[int], pool: ThreadPoolExecutor) -> None:
