@@ -241,3 +241,23 @@ def test_version() -> None:
     import stepwell
 
     assert shell("--version").stdout == f"stepwell, version {stepwell.__version__}\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_only_and_never_among_the_results(branchy: Path, terminal: bool) -> None:
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "stepwell", "verify", str(branchy)]
+    stderr = theirs if terminal else subprocess.PIPE
+    environment = {**ENVIRONMENT, "TERM": "xterm", "COLUMNS": "100"}
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment) as process:
+            out, err = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert out.count(b"ok ") == 7 and b"\x1b" not in out
+        if terminal:
+            assert b"(1 of 7)" in os.read(ours, 100_000)
+        else:
+            assert err == b""
+    finally:
+        os.close(ours)
+        os.close(theirs)

@@ -70,21 +70,23 @@ def test_case_19_foreign_files_stay(run: Path) -> None:
     assert not (run / "steps" / "000000000001-0001" / "node00000-00.safetensors").exists(), "ours was pruned"
 
 
-def test_links_are_not_followed_when_pruning(run: Path, tmp_path: Path) -> None:
-    """Steps that somebody moved to a larger disk and linked back are not emptied through the link."""
+def test_nothing_is_deleted_through_a_link(run: Path, tmp_path: Path) -> None:
+    """A link among the steps may lead anywhere; what looks like ours behind it is not."""
     train(run, range(1, 2))
-    elsewhere = tmp_path / "elsewhere"
-    step = run / "steps" / "000000000001-0001"
-    step.rename(elsewhere)
-    step.symlink_to(elsewhere)
     precious = tmp_path / "precious"
     precious.mkdir()
-    (precious / "node00000-00.safetensors").write_text("precious")
-    (precious / "condemned").write_text("looks as if it could go")
-    (run / "steps" / "000000000099-0001").symlink_to(precious)
+    names = ("node00000-00.safetensors", "condemned", ".manifest.json.tmp")
+    for name in names:
+        (precious / name).write_text("precious")
+    (run / "steps" / "000000000000-0001").symlink_to(precious)
+    moved = tmp_path / "moved"
+    (run / "steps" / "000000000001-0001").rename(moved)
+    (run / "steps" / "000000000001-0001").symlink_to(moved)
     train(run, range(2, 5))
-    assert (precious / "node00000-00.safetensors").read_text() == "precious"
-    assert [one.step for one in stepwell.steps(run)][-1] == 4
+    train(run, range(5, 7))
+    assert sorted(path.name for path in precious.iterdir()) == sorted(names)
+    assert (moved / "manifest.json").exists() and (moved / "node00000-00.safetensors").exists()
+    assert [one.step for one in stepwell.steps(run)][-1] == 6
 
 
 def test_case_21_order_is_by_step_and_not_by_time(run: Path, tmp_path: Path) -> None:
