@@ -116,7 +116,8 @@ class Save:
         """Wait until the step is durable on a tier; returns the handle.
 
         A skipped save returns at once; without a `timeout` the wait ends after an hour. Raises `WaitTimeout` after
-        `timeout` seconds, `UsageError` for a tier that the run does not have, and, with `on_error="raise"`, the error that the save failed with, once.
+        `timeout` seconds, `UsageError` for a tier that the run does not have, and, with
+        `on_error="raise"`, the error that the save failed with, once.
         """
         if tier != 0:
             raise UsageError("this run has no such tier", expected="0", found=tier)

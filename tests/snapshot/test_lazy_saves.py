@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -209,6 +210,8 @@ def test_a_change_before_the_barrier_fails_that_save_and_the_next_ones_work(
         assert ckpt.counters.failed == 1
     assert [step.step for step in stepwell.steps(run)] == [1, 2, 4]
     assert_same(stored(stepwell.load(run, 4)), expected)
+    records = [json.loads(line) for line in (run / "telemetry" / "node00000.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record["event"] == "skip"] == [3]
 
 
 def test_no_further_step_is_needed(run: Path) -> None:
