@@ -168,6 +168,7 @@ def test_the_telemetry_has_the_fields_of_its_page(run: Path, monkeypatch: pytest
         assert ckpt.save(2, state_of(2)).skipped
         ckpt.wait(timeout=60)
         ckpt.restore(state_of(0))
+    wait_until(lambda: not agents_of(run))  # its last line is written after the goodbye
     lines = (run / "telemetry/node00000.jsonl").read_text().splitlines()
     records: dict[str, dict[str, Any]] = {record["event"]: record for record in map(json.loads, lines)}
     assert set(records) == {"save", "skip", "restore"}

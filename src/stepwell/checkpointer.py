@@ -332,39 +332,39 @@ class Checkpointer:
                 queue_depth=len(self._pending),
                 telemetry={},
             )
-            self._copy(handle, slot, layout, flat)
+            lazy = self._copy(handle, slot, layout, flat)
         except BaseException:
             self._free_slot(slot)
             raise
         handle.stages["copy_seconds"] = time.perf_counter() - mark
         handle._blocked_seconds = time.perf_counter() - handle._entered_seconds
         self.counters.saves += 1
-        if handle._lazy is None:
+        if lazy is None:
             self._accept(handle)
         else:
-            self._pool.submit(handle._lazy.work)
+            handle._lazy, self._lazy_save = lazy, handle
+            self._pool.submit(lazy.work)
         if slot not in ready:  # the first save made this slot itself: get it and the others ready for the next ones
             self._background.submit(self._warm_up, slot, layout, flat)
 
-    def _copy(self, handle: Save, slot: Slot, layout: Layout, flat: Flat) -> None:
-        """Copy all that must be copied now, and begin the rest as `handle._lazy`."""
+    def _copy(self, handle: Save, slot: Slot, layout: Layout, flat: Flat) -> LazyCopy | None:
+        """Copy all that must be copied now; returns what remains to be done, if anything does."""
         if self._lazy is None:
             self._copy_now(slot, layout, flat, layout.on_host, layout.on_device)
-            return
+            return None
         eager, lazy = self._lazy.split(flat)
         audited = bool(lazy) and self._lazy.audits_left > 0
         if not lazy or audited or slot.fresh:
             self._copy_now(slot, layout, flat, layout.on_host, layout.on_device)
             if audited:
                 self._audit = Audit(slot, layout, flat, lazy)
-            return
+            return None
         self._copy_now(slot, layout, flat, *_by_place(flat, eager))
         copy = LazyCopy(slot, layout, flat, lazy, lambda error: self._finish_copy(handle, copy, error))
         _, on_device = _by_place(flat, lazy)
         if on_device:
             copy.ticket = self._queue_device(slot, layout, flat, on_device)
-        handle._lazy = copy
-        self._lazy_save = handle
+        return copy
 
     def _copy_now(self, slot: Slot, layout: Layout, flat: Flat, on_host: list[int], on_device: list[int]) -> None:
         ticket = self._queue_device(slot, layout, flat, on_device) if on_device else None

@@ -25,6 +25,7 @@ from stepwell.snapshot.device import NothingToWaitFor, Ticket
 from stepwell.snapshot.slot import Slot
 from stepwell.state import address_of
 from stepwell.store.layout import Layout
+from stepwell.units import format_bytes
 
 if TYPE_CHECKING:
     from stepwell.state import Flat
@@ -50,6 +51,7 @@ class LazyPolicy:
         self.never: set[str] = set()
         self._candidates: set[str] = set()
         self._hook: Any = None
+        self._warned = False
 
     def split(self, flat: Flat) -> tuple[list[int], list[int]]:
         """(eager, lazy) indices of the stored tensors.
@@ -92,7 +94,9 @@ class LazyPolicy:
         if not names <= self._candidates:
             self._candidates |= names
             self.audits_left = AUDITED_SAVES
-        if lazy and self._hook is None:
+        if not lazy:
+            self._say_once_that_nothing_is_lazy()
+        elif self._hook is None:
             from torch.optim.optimizer import register_optimizer_step_pre_hook
 
             # One hook for all optimizers: also one that is not in the state may hold a parameter that is.
@@ -106,6 +110,15 @@ class LazyPolicy:
             self.never.update(new)
             log.warning(
                 "lazy snapshot: %d tensors %s; they are copied eagerly from now on: %s", len(new), why, listed(new)
+            )
+
+    def _say_once_that_nothing_is_lazy(self) -> None:
+        if not self._candidates and not self._warned:
+            self._warned = True
+            log.warning(
+                "lazy snapshot: nothing in this state can wait, so all of it is copied at once; what can: parameters "
+                "and state of torch's optimizers, from %s on, with model and optimizer themselves in the state",
+                format_bytes(LAZY_BYTES_MIN),
             )
 
     def close(self) -> None:
@@ -138,6 +151,7 @@ class LazyCopy:
         self._next = 0
         self._lock = threading.Lock()
         self._host_done = threading.Event()
+        self._started = False
         self._judged = False
         self._held_since_seconds: float | None = None
         self._error: Exception | None = None
@@ -145,7 +159,11 @@ class LazyCopy:
             self._host_done.set()
 
     def work(self) -> None:
-        """Copy, wait for the rest, and finish; in the background, once."""
+        """Copy, wait for the rest, and finish; does nothing when another thread does it already."""
+        with self._lock:
+            if self._started:
+                return
+            self._started = True
         try:
             self.help()
             self._host_done.wait()
@@ -203,8 +221,9 @@ class LazyCopy:
         self.ticket.hold_device()
 
     def complete(self) -> None:
-        """Wait until all is copied and `finish` has been called."""
+        """Return when all is copied and `finish` has been called, by whomever."""
         self.help()
+        self.work()
         self.done.wait()
 
     def _judge(self) -> None:

@@ -7,7 +7,8 @@ import logging
 import mmap
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from ctypes import memmove
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,6 +77,11 @@ class Slot:
         while view:
             count = os.pwrite(self.fd, view, offset)
             view, offset = view[count:], offset + count
+
+    def write_all(self, pieces: list[tuple[memoryview, int]]) -> None:
+        """`write` each (bytes, offset)."""
+        for data, offset in pieces:
+            self.write(data, offset)
 
     def views(self, layout: Layout, flat: Flat) -> list[Any]:
         """One destination per tensor (None for aliases), of its dtype and shape, over the slot; cached by layout."""
@@ -152,8 +158,26 @@ def copy_eager(slot: Slot, layout: Layout, flat: Flat, indices: list[int], pool:
         for begin in range(0, size, PIECE_BYTES):
             pieces.append((destination + begin, source + begin, min(PIECE_BYTES, size - begin)))
     # Plain copies by our own threads: a torch copy ends with a barrier of OpenMP, which spins when cores are busy.
-    running = [pool.submit(ctypes.memmove, *piece) for piece in pieces]
-    _copy_small(slot, layout, flat, small)
+    running: list[Future[Any]] = []
+    try:
+        for piece in pieces:
+            running.append(pool.submit(memmove, *piece))
+        _copy_small(slot, layout, flat, small)
+    finally:
+        _wait_for_all(running)
+
+
+def _wait_for_all(running: list[Future[Any]]) -> None:
+    """Wait for every copy even when Ctrl-C comes in between: none may reach a slot that has been given up."""
+    interruption: BaseException | None = None
+    while True:
+        try:
+            wait(running)
+            break
+        except BaseException as error:
+            interruption = error
+    if interruption is not None:
+        raise interruption
     for future in running:
         future.result()
 
@@ -180,7 +204,13 @@ def _write_fresh(slot: Slot, layout: Layout, flat: Flat, indices: list[int], poo
     def flush() -> None:
         nonlocal batch, batch_bytes
         require(batch_bytes, "a slot")
-        list(pool.map(lambda piece: slot.write(*piece), batch, chunksize=max(1, len(batch) // (4 * COPY_THREADS))))
+        share = max(1, len(batch) // (4 * COPY_THREADS))
+        running: list[Future[Any]] = []
+        try:
+            for begin in range(0, len(batch), share):
+                running.append(pool.submit(slot.write_all, batch[begin : begin + share]))
+        finally:
+            _wait_for_all(running)
         batch, batch_bytes = [], 0
         keep.clear()
 
