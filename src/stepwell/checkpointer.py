@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from stepwell.agent import protocol as p
-from stepwell.agent.client import Client, as_error
+from stepwell.agent.client import ANSWER_SECONDS_MAX, Client, as_error
 from stepwell.errors import (
     AgentError,
     DamagedError,
@@ -50,6 +50,7 @@ log = logging.getLogger("stepwell")
 SLOT_WAIT_SECONDS_MAX = 120.0
 WAIT_SECONDS_MAX = 3600.0
 RELINK_COUNT_MAX = 5
+SETTLE_SECONDS_MAX = 3600.0
 DIFFERENCES_LOGGED_MAX = 20
 NOTICE_SECONDS_MAX = 1.0
 
@@ -343,7 +344,7 @@ class Checkpointer:
             self._accept(handle)
         else:
             handle._lazy, self._lazy_save = lazy, handle
-            self._pool.submit(lazy.work)
+            lazy.begin()
         if slot not in ready:  # the first save made this slot itself: get it and the others ready for the next ones
             self._background.submit(self._warm_up, slot, layout, flat)
 
@@ -360,7 +361,7 @@ class Checkpointer:
                 self._audit = Audit(slot, layout, flat, lazy)
             return None
         self._copy_now(slot, layout, flat, *_by_place(flat, eager))
-        copy = LazyCopy(slot, layout, flat, lazy, lambda error: self._finish_copy(handle, copy, error))
+        copy = LazyCopy(slot, layout, flat, lazy, self._pool, lambda error: self._finish_copy(handle, copy, error))
         _, on_device = _by_place(flat, lazy)
         if on_device:
             copy.ticket = self._queue_device(slot, layout, flat, on_device)
@@ -429,9 +430,7 @@ class Checkpointer:
             self._lazy.learn(audit.differing(self._pool), "changed before optimizer.step()")
             self._lazy.audits_left -= 1
         handle = self._lazy_save
-        if handle is not None and handle._lazy is not None and not handle._lazy.done.is_set():
-            for _ in range(COPY_THREADS - 2):  # this thread and the one in the background copy already
-                self._pool.submit(handle._lazy.help)
+        if handle is not None and handle._lazy is not None:
             handle._lazy.barrier()
 
     def _finish_lazy(self) -> None:
@@ -614,7 +613,7 @@ class Checkpointer:
                 except AgentError:
                     self._linked = False
 
-    def _ask(self, message: p.AnyMessage) -> tuple[p.AnyMessage, list[int]]:
+    def _ask(self, message: p.AnyMessage, timeout: float = ANSWER_SECONDS_MAX) -> tuple[p.AnyMessage, list[int]]:
         """Ask the agent; when it is just dying, ask the one that takes its place. Waits are bounded.
 
         A signal to a whole group ends the agent at the very moment at which the trainer wants its last save.
@@ -625,7 +624,7 @@ class Checkpointer:
                 self._lock.wait_for(lambda: not self._relinking, max(0.0, deadline - time.monotonic()))
                 client = self._client
             try:
-                return client.ask(message)
+                return client.ask(message, timeout=timeout)
             except AgentError:
                 with self._lock:  # the reading thread notices an agent's death a moment later than the sender
                     replaced = self._lock.wait_for(
@@ -733,7 +732,9 @@ class Checkpointer:
     def _hand_over(self, client: Client) -> None:
         """Give a new agent the slots, the layout and every accepted save; holds the lock, so nothing is sent twice."""
         for slot in self._slots:
-            client.ask(p.AdoptSlot(slot.index, slot.bytes), (slot.fd,))
+            _, fds = client.ask(p.AdoptSlot(slot.index, slot.bytes), (slot.fd,))
+            for fd in fds:
+                os.close(fd)
         self._client, self._linked = client, True
         self._sent_layouts.clear()
         for layout in {h._layout.hash: h._layout for h in self._pending.values() if h._layout}.values():
@@ -864,6 +865,7 @@ class Checkpointer:
         begin = time.perf_counter()
         for handle in list(self._pending.values()):  # what was accepted before counts as there
             handle._done.wait(self._slot_wait_seconds_max)
+        self._settle_agent()
         try:
             catalogue = catalogues.read(self.run)
         except NotARunError:
@@ -955,6 +957,12 @@ class Checkpointer:
                 todo="build the model anew, then restore another step or start fresh",
             )
         raise last
+
+    def _settle_agent(self) -> None:
+        """Let the agent finish what an earlier trainer, now dead, had accepted: that is the newest step."""
+        _, fds = self._ask(p.AskMemory(), timeout=SETTLE_SECONDS_MAX)
+        for fd in fds:
+            os.close(fd)
 
     def _open_disk(self, catalogue: Catalogue, step: Step) -> OpenStep | None:
         return open_step(self.run, step, self._layout)

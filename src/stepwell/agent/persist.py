@@ -64,6 +64,8 @@ def persist(
     folder = tier.path(names.STEPS, order.key)
     done = committed(folder, order.identity)
     if done is not None:
+        # The agent that published it may have been killed before the folder was synced.
+        tier.ops.fsync_directory(folder)
         return done
     tier.make_folders(folder)
     _publish_layout(tier, layout)
@@ -113,6 +115,8 @@ def _publish_layout(tier: PosixTier, layout: Layout) -> None:
     if not os.path.exists(path):
         tier.make_folders(os.path.dirname(path))
         tier.publish(path, layout.data)
+    else:  # whoever published it may have been killed before the folder was synced
+        tier.ops.fsync_directory(os.path.dirname(path))
 
 
 def _write_pack(

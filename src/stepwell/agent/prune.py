@@ -35,7 +35,7 @@ class Pruner:
         removed = []
         for key in plan.remove:
             folder = self.tier.path(names.STEPS, key)
-            if self._pinned(folder):
+            if self._pinned(folder) or os.path.islink(folder):  # a link may lead out of the run
                 continue
             self._mark(folder)
             # From here the step is absent; its packs are still there for a reader that came before.
@@ -44,6 +44,30 @@ class Pruner:
             removed.append(key)
         self._drop_layouts(catalogue, set(removed))
         return removed
+
+    def condemn_dead_parts(self, attempt: int) -> list[str]:
+        """Mark what saves of attempts below this one left without a manifest: nobody can commit it any more.
+
+        Call it after a commit of `attempt`, while holding the run's lock. Returns the keys.
+        """
+        marked = []
+        steps = self.tier.path(names.STEPS)
+        for key in _listed(steps):
+            parsed = names.parse_step_key(key)
+            folder = os.path.join(steps, key)
+            inside = _listed(folder)
+            if (
+                parsed is None
+                or os.path.islink(folder)
+                or parsed[1] >= attempt
+                or names.MANIFEST in inside
+                or names.CONDEMNED in inside
+            ):
+                continue
+            if all(names.is_pack_file(name) for name in inside):  # anything else in it is somebody else's
+                self._mark(folder)
+                marked.append(key)
+        return marked
 
     def sweep(self) -> list[str]:
         """Delete the parts of condemned steps whose grace is over and that nobody pins. Returns their keys.
@@ -71,6 +95,8 @@ class Pruner:
         folders = [self.tier.root, self.tier.path(names.ATTEMPTS), self.tier.path(names.LAYOUTS)]
         folders += [os.path.join(steps, name) for name in _listed(steps) if names.parse_step_key(name)]
         for folder in folders:
+            if os.path.islink(folder):
+                continue
             stale = [os.path.join(folder, name) for name in _listed(folder) if names.is_temporary(name)]
             if stale:
                 self.tier.remove(stale)
@@ -86,7 +112,7 @@ class Pruner:
         steps = self.tier.path(names.STEPS)
         found = []
         for name in _listed(steps):
-            if names.parse_step_key(name) is None:
+            if names.parse_step_key(name) is None or os.path.islink(os.path.join(steps, name)):
                 continue
             inside = set(_listed(os.path.join(steps, name)))
             if names.CONDEMNED in inside and names.MANIFEST not in inside:
@@ -142,7 +168,8 @@ class Pruner:
         if any(step.manifest is None for step in catalogue.steps):
             return
         used = {step.manifest.layout for step in catalogue.steps if step.manifest and step.key not in removed}
-        gone = {step.manifest.layout for step in catalogue.steps if step.manifest and step.key in removed} - used
+        there = {layout for name in _listed(self.tier.path(names.LAYOUTS)) if (layout := names.parse_layout_file(name))}
+        gone = there - used
         if gone:
             self.tier.remove([self.tier.path(names.LAYOUTS, names.layout_file(one)) for one in sorted(gone)])
 

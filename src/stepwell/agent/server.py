@@ -64,6 +64,7 @@ class Slot:
     view: memoryview = field(repr=False)
     holds: str | None = None
     layout: str = ""
+    owner: str = ""
 
 
 @dataclass
@@ -148,6 +149,8 @@ class Server:
                 self.tier.publish(path, encode(document))
             except FileExistsError:
                 pass  # another node was first; its document is the run
+        else:  # whoever made it may have been killed before the folder was synced
+            self.ops.fsync_directory(self.root)
         return catalogues.read_document(path, RunDocument).run
 
     def serve(self) -> None:
@@ -291,7 +294,8 @@ class Server:
             case p.Persist():
                 self._persist(peer, message)
             case p.AskMemory():
-                self._memory(peer, message)
+                # Behind everything accepted: a restarted trainer must not resume from before what is being persisted.
+                self.persister.then(lambda: self.post(lambda: self._memory(peer, message)))
             case p.Note():
                 self.persister.note(dict(message.record))
             case p.Prune():
@@ -384,7 +388,14 @@ class Server:
             except FileExistsError:
                 continue  # another node took this number: take the next
         self.attempt = document
+        self._drop_old_slots(peer)
         self._say(peer, p.AttemptOpened(number, message.request))
+
+    def _drop_old_slots(self, peer: Connection) -> None:
+        """Let go of the slots that a dead trainer left: the new one has restored from them, and saves from now on."""
+        assert peer.hello is not None
+        for index in [index for index, slot in self.slots.items() if slot.owner != peer.hello.identity]:
+            os.close(self.slots.pop(index).fd)
 
     def _layout(self, message: p.LayoutIs, fds: list[int]) -> None:
         if message.hash in self.layouts:
@@ -409,7 +420,7 @@ class Server:
         index = self.next_slot if index is None else index
         self.next_slot = max(self.next_slot, index + 1)
         mapped = mmap.mmap(fd, size)
-        self.slots[index] = Slot(index, fd, size, memoryview(mapped))
+        self.slots[index] = Slot(index, fd, size, memoryview(mapped), owner=peer.hello.identity if peer.hello else "")
         self._say(peer, p.SlotMade(index, size, request), (fd,))
 
     def _slot(self, index: int) -> Slot:
@@ -525,6 +536,10 @@ class Persister(threading.Thread):
     def put(self, job: Job) -> None:
         self._submit(lambda: self._save(job))
 
+    def then(self, act: Callable[[], None]) -> None:
+        """Do something small once everything accepted so far is done."""
+        self._submit(act)
+
     def note(self, record: dict[str, float | int | str | bool | None]) -> None:
         self._submit(lambda: self._write_telemetry(record))
 
@@ -618,6 +633,8 @@ class Persister(threading.Thread):
         tip = catalogue.newest.key if catalogue.newest else None
         plan = plan_retention(catalogue.facts(), catalogue.attempt_facts(), keep, tip=tip, resumed_from=resumed_from)
         plan = replace(plan, remove=plan.remove[:limit])
+        if attempt is not None:
+            self.server.pruner.condemn_dead_parts(attempt)
         removed = self.server.pruner.condemn(plan, catalogue) if plan.remove else []
         self._sweep()
         return removed

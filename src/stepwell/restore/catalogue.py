@@ -239,6 +239,8 @@ def read_layout(root: str, layout_hash: str) -> layouts.Layout:
         data = read_small(path, LAYOUT_BYTES_MAX)
     except FileNotFoundError:
         raise DamagedError("the layout is missing", where=path) from None
+    except OSError as error:
+        raise DamagedError("the layout cannot be read", where=path, found=error.strerror) from error
     found = hex_digest(data)
     if found != layout_hash:
         raise DamagedError("the layout's checksum is wrong", where=path, expected=layout_hash, found=found)

@@ -179,7 +179,10 @@ class OpenStep:
             if not hasattr(rooms, "view"):
                 rooms.view = memoryview(mmap.mmap(-1, UNIT_BYTES))
             targets = _overlapping(plans[index], begin, end)
-            bad = self._deliver(index, begin, end, targets, rooms.view)
+            try:
+                bad = self._deliver(index, begin, end, targets, rooms.view)
+            except OSError as error:  # a bad sector, a lost mount: as good as damaged
+                bad = [f"{os.path.basename(self.sources[index].where)} cannot be read: {error.strerror}"]
             if bad:
                 found.extend(bad)
                 if only_needed:
@@ -437,7 +440,7 @@ def _open(
             source.close()
         if isinstance(error, FileNotFoundError):
             raise DamagedError("a pack is missing", where=error.filename) from None
-        raise
+        raise DamagedError("a pack cannot be read", where=error.filename or step.key, found=error.strerror) from error
     except BaseException:
         for source in sources:
             source.close()

@@ -22,7 +22,7 @@ import numpy as np
 
 from stepwell.errors import UnsafeSnapshotError
 from stepwell.snapshot.device import NothingToWaitFor, Ticket
-from stepwell.snapshot.slot import Slot
+from stepwell.snapshot.slot import COPY_THREADS, Pieces, Slot
 from stepwell.state import address_of
 from stepwell.store.layout import Layout
 from stepwell.units import format_bytes
@@ -129,49 +129,53 @@ class LazyPolicy:
 
 
 class LazyCopy:
-    """One lazy snapshot under way: host tensors in groups by whoever has time, device tensors behind a ticket.
+    """One lazy snapshot under way: host tensors in groups by the pool, device tensors behind a ticket.
 
-    `finish` is called exactly once, from `work`, with the error if there is one. The tensors are held until then and
-    no longer.
+    `finish` is called exactly once, from a thread of the pool, with the error if there is one. The tensors are held
+    until then and no longer.
     """
 
     def __init__(
-        self, slot: Slot, layout: Layout, flat: Flat, indices: list[int], finish: Callable[[Exception | None], None]
+        self,
+        slot: Slot,
+        layout: Layout,
+        flat: Flat,
+        indices: list[int],
+        pool: ThreadPoolExecutor,
+        finish: Callable[[Exception | None], None],
     ) -> None:
-        self.finish = finish
+        self.pool, self.finish = pool, finish
         self.done = threading.Event()
         self.barrier_seconds = 0.0  # final once `done`
-        self.ticket: Ticket = NothingToWaitFor()  # set before `work` begins
+        self.ticket: Ticket = NothingToWaitFor()  # set before `begin`
         self.moved: list[str] = []
         self._names = [flat.names[i] for i in indices]
         self._tensors = [flat.tensors[i] for i in indices]
         self._versions = [int(tensor._version) for tensor in self._tensors]
-        self._groups = _groups(slot, layout, flat, [i for i in indices if flat.specs[i].device == "cpu"])
-        self._left = len(self._groups)
-        self._next = 0
+        on_host = [i for i in indices if flat.specs[i].device == "cpu"]
+        self._groups = Pieces(_groups(slot, layout, flat, on_host), _copy_group)
         self._lock = threading.Lock()
-        self._host_done = threading.Event()
         self._started = False
         self._judged = False
         self._held_since_seconds: float | None = None
-        self._error: Exception | None = None
-        if not self._groups:
-            self._host_done.set()
 
-    def work(self) -> None:
-        """Copy, wait for the rest, and finish; does nothing when another thread does it already."""
+    def begin(self) -> None:
+        """Have it copied in the background. May be called again."""
+        self.pool.submit(self._work)
+
+    def _work(self) -> None:
         with self._lock:
             if self._started:
                 return
             self._started = True
+        self._groups.help()
+        self._groups.ended.wait()
+        outcome = self._groups.error
         try:
-            self.help()
-            self._host_done.wait()
             self.ticket.wait()
         except Exception as failure:  # kept for the handle
-            self._error = self._error or failure
+            outcome = outcome or failure
         self._judge()
-        outcome = self._error
         if outcome is None and self.moved:
             outcome = UnsafeSnapshotError(
                 "tensors changed while the lazy snapshot was reading them",
@@ -180,33 +184,11 @@ class LazyCopy:
                 todo="this save is dropped and these tensors are copied eagerly from now on; "
                 "or call ckpt.barrier() before changing them",
             )
-        self._names, self._tensors, self._groups, self.ticket = [], [], [], NothingToWaitFor()
+        self._names, self._tensors, self.ticket = [], [], NothingToWaitFor()
         try:
             self.finish(outcome)
         finally:
             self.done.set()
-
-    def help(self) -> None:
-        """Copy groups of host tensors until none is left to begin with; any thread may."""
-        while True:
-            with self._lock:
-                if self._next >= len(self._groups):
-                    return
-                group = self._groups[self._next]
-                self._next += 1
-            try:
-                for destination, source, size in group:
-                    memmove(destination, source, size)
-            except Exception as error:  # kept for the handle; training goes on
-                self._error = error
-            except BaseException:  # Ctrl-C in the trainer's thread: its group is not whole
-                self._error = UnsafeSnapshotError("the lazy snapshot was interrupted")
-                raise
-            finally:
-                with self._lock:
-                    self._left -= 1
-                    if self._left == 0:
-                        self._host_done.set()
 
     def barrier(self) -> None:
         """Hold the trainer until host tensors are copied, and its device until the others are: then they may change."""
@@ -215,15 +197,16 @@ class LazyCopy:
         with self._lock:
             if not self._judged:
                 self._held_since_seconds = time.perf_counter()
-        self.help()
-        self._host_done.wait()
+        self.begin()  # an interrupted save may not have done so
+        for _ in range(COPY_THREADS - 1):
+            self.pool.submit(self._groups.help)
+        self._groups.ended.wait()
         self._judge()
         self.ticket.hold_device()
 
     def complete(self) -> None:
-        """Return when all is copied and `finish` has been called, by whomever."""
-        self.help()
-        self.work()
+        """Return when all is copied and `finish` has been called."""
+        self.begin()
         self.done.wait()
 
     def _judge(self) -> None:
@@ -317,6 +300,11 @@ def _bounds(flat: Flat, index: int) -> tuple[int, int]:
     low = sum(reach for reach in reaches if reach < 0)
     high = sum(reach for reach in reaches if reach > 0)
     return address + low, address + high + item_bytes
+
+
+def _copy_group(group: list[tuple[int, int, int]]) -> None:
+    for destination, source, size in group:
+        memmove(destination, source, size)
 
 
 def _groups(slot: Slot, layout: Layout, flat: Flat, indices: list[int]) -> list[list[tuple[int, int, int]]]:

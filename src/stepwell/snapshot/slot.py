@@ -7,9 +7,11 @@ import logging
 import mmap
 import os
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import memmove
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -158,28 +160,80 @@ def copy_eager(slot: Slot, layout: Layout, flat: Flat, indices: list[int], pool:
         for begin in range(0, size, PIECE_BYTES):
             pieces.append((destination + begin, source + begin, min(PIECE_BYTES, size - begin)))
     # Plain copies by our own threads: a torch copy ends with a barrier of OpenMP, which spins when cores are busy.
-    running: list[Future[Any]] = []
+    in_parallel(pool, pieces, lambda piece: memmove(*piece), lambda: _copy_small(slot, layout, flat, small))
+
+
+Piece = TypeVar("Piece")
+
+
+class Pieces(Generic[Piece]):
+    """Work that the threads of a pool share piece by piece. `ended` is set when nothing is left and none is under way.
+
+    The trainer's thread only waits, because an exception of a signal handler can come anywhere in it.
+    """
+
+    def __init__(self, pieces: list[Piece], do: Callable[[Piece], object]) -> None:
+        self.ended = threading.Event()
+        self.error: Exception | None = None
+        self._pieces, self._do = pieces, do
+        self._next = self._under_way = 0
+        self._lock = threading.Lock()
+        if not pieces:
+            self.ended.set()
+
+    def help(self) -> None:
+        """Do pieces until there is none to begin with; in a thread of the pool."""
+        while True:
+            with self._lock:
+                if self._next >= len(self._pieces):
+                    return
+                piece = self._pieces[self._next]
+                self._next += 1
+                self._under_way += 1
+            try:
+                self._do(piece)
+            except Exception as error:  # for whoever waits
+                self.error = self.error or error
+            with self._lock:
+                self._under_way -= 1
+                self._end_if_over()
+
+    def stop(self) -> None:
+        """Begin no more, and return when none is under way: Ctrl-C waits so long, since the memory is given up then."""
+        with self._lock:
+            self._next = len(self._pieces)
+            self._end_if_over()
+        interruption: BaseException | None = None
+        while not self.ended.is_set():
+            try:
+                self.ended.wait()
+            except BaseException as error:
+                interruption = error
+        if interruption is not None:
+            raise interruption
+
+    def _end_if_over(self) -> None:
+        if self._next >= len(self._pieces) and not self._under_way:
+            self.ended.set()
+
+
+def in_parallel(
+    pool: ThreadPoolExecutor,
+    pieces: list[Piece],
+    do: Callable[[Piece], object],
+    meanwhile: Callable[[], object] = lambda: None,
+) -> None:
+    """Do all pieces in the pool, and something else in this thread. Nothing is under way when it returns or raises."""
+    work = Pieces(pieces, do)
     try:
-        for piece in pieces:
-            running.append(pool.submit(memmove, *piece))
-        _copy_small(slot, layout, flat, small)
+        for _ in range(min(COPY_THREADS, len(pieces))):
+            pool.submit(work.help)
+        meanwhile()
+        work.ended.wait()
     finally:
-        _wait_for_all(running)
-
-
-def _wait_for_all(running: list[Future[Any]]) -> None:
-    """Wait for every copy even when Ctrl-C comes in between: none may reach a slot that has been given up."""
-    interruption: BaseException | None = None
-    while True:
-        try:
-            wait(running)
-            break
-        except BaseException as error:
-            interruption = error
-    if interruption is not None:
-        raise interruption
-    for future in running:
-        future.result()
+        work.stop()
+    if work.error is not None:
+        raise work.error
 
 
 def _copy_small(slot: Slot, layout: Layout, flat: Flat, indices: list[int]) -> None:
@@ -205,12 +259,7 @@ def _write_fresh(slot: Slot, layout: Layout, flat: Flat, indices: list[int], poo
         nonlocal batch, batch_bytes
         require(batch_bytes, "a slot")
         share = max(1, len(batch) // (4 * COPY_THREADS))
-        running: list[Future[Any]] = []
-        try:
-            for begin in range(0, len(batch), share):
-                running.append(pool.submit(slot.write_all, batch[begin : begin + share]))
-        finally:
-            _wait_for_all(running)
+        in_parallel(pool, [batch[begin : begin + share] for begin in range(0, len(batch), share)], slot.write_all)
         batch, batch_bytes = [], 0
         keep.clear()
 

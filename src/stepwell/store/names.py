@@ -20,6 +20,7 @@ _KEY = re.compile(r"(\d{12})-(\d{4}|[1-9]\d{4,8})")
 _ATTEMPT = re.compile(r"(\d{4}|[1-9]\d{4,8})\.json")
 _PACK = re.compile(r"node(\d{5})-(\d{2,4})\.safetensors")
 _LAYOUT = re.compile(r"([0-9a-f]{32})\.safetensors")
+_PROBE = re.compile(r"probe-\d+-[ab]")
 _PIN = re.compile(r"pin-[0-9a-f]{16}")
 
 
@@ -68,7 +69,16 @@ def is_pin(name: str) -> bool:
 
 def is_temporary(name: str) -> bool:
     """True for a file that a crash may leave behind and that nothing ever refers to."""
-    return name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
+    if not (name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)):
+        return False
+    inner = name[1 : -len(TEMPORARY_SUFFIX)]
+    return (
+        inner in (RUN_FILE, MANIFEST)
+        or is_pack_file(inner)
+        or parse_layout_file(inner) is not None
+        or parse_attempt_file(inner) is not None
+        or _PROBE.fullmatch(inner) is not None
+    )
 
 
 def temporary(name: str) -> str:

@@ -60,6 +60,9 @@ class PosixTier:
             write_all(self.ops, fd, memoryview(data), 0)
             # The name must never point at bytes that a power loss can still take away.
             self.ops.fsync(fd)
+        except BaseException:
+            self._unlink_quietly(temporary)  # what a full disk needs most is space
+            raise
         finally:
             self.ops.close(fd)
         published = True
@@ -140,8 +143,8 @@ class PackWriter:
 
 def make_folders(ops: FileOps, folder: str) -> None:
     """Make a folder and all above it that are missing; durable when it returns."""
-    missing = []
-    at = folder
+    missing = [folder]  # even when it is there: who made it may have been killed before the fsync
+    at = os.path.dirname(folder)
     while not os.path.isdir(at):
         missing.append(at)
         at = os.path.dirname(at)
