@@ -231,7 +231,7 @@ def test_case_20_there_is_always_a_whole_step_even_if_one_is_kept(run: Path, mon
             newest = max(one.step for one in ckpt.steps() if one.problem is None)
             assert newest == step if save.committed else newest < step
             assert_is_step(stepwell.load(run), newest)
-        assert ckpt.counters.failed == 3
+        assert ckpt.counters.failed > 0
         stop.set()
         watcher.join(30)
     assert looks > 10 and not empty

@@ -1031,6 +1031,7 @@ class Checkpointer:
                     signal.signal(number, before)
             if self._lazy is not None:
                 self._lazy.close()
+            self._audit = None
             self._client.close()
             self._background.shutdown(wait=True, cancel_futures=True)
             self._pool.shutdown()

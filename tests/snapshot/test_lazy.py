@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import signal
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -198,106 +201,133 @@ class Finish:
             self.barrier_seconds = self.copy.barrier_seconds
 
 
-def in_thread(work: Any) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
 
 
-def test_the_barrier_holds_the_trainer_until_the_copy_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
     monkeypatch.setattr(module, "memmove", gate)
+    yield gate
+    gate.open.set()
+
+
+def test_the_barrier_holds_the_trainer_until_the_copy_is_whole(gate: Gate, pool: ThreadPoolExecutor) -> None:
     weight = torch.arange(1 << 16, dtype=torch.float32)
     expected, finish, passed = weight.clone(), Finish(), threading.Event()
     with slot_of({"w": weight}) as (flat, layout, slot):
-        copy = finish.copy = LazyCopy(slot, layout, flat, [0], finish)
-        worker = in_thread(copy.work)
+        copy = finish.copy = LazyCopy(slot, layout, flat, [0], pool, finish)
+        copy.begin()
 
         def train(copy: LazyCopy) -> None:
             copy.barrier()
             passed.set()
             weight.fill_(-1)
 
-        trainer = in_thread(lambda: train(copy))
+        trainer = threading.Thread(target=train, args=(copy,), daemon=True)
+        trainer.start()
         wait_until(lambda: gate.entered.is_set() and copy._held_since_seconds is not None)
         assert not passed.is_set() and not finish.calls
         gate.open.set()
         trainer.join(30)
-        worker.join(30)
+        copy.complete()
         assert finish.calls == [None], "what the trainer does after the barrier is no change"
         assert same_bits(slot.views(layout, flat)[0], expected)
         assert copy.barrier_seconds > 0 and finish.barrier_seconds == copy.barrier_seconds, "final when it is accepted"
 
 
-def test_a_change_before_the_barrier_fails_the_copy_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate()
-    monkeypatch.setattr(module, "memmove", gate)
+def test_a_change_before_the_barrier_fails_the_copy_by_name(gate: Gate, pool: ThreadPoolExecutor) -> None:
     state = {"a": torch.zeros(100), "b": torch.zeros(100)}
     finish = Finish()
     with slot_of(state) as (flat, layout, slot):
-        copy = LazyCopy(slot, layout, flat, [0, 1], finish)
-        worker = in_thread(copy.work)
+        copy = LazyCopy(slot, layout, flat, [0, 1], pool, finish)
+        copy.begin()
         state["b"].add_(1)
         gate.open.set()
-        worker.join(30)
+        copy.complete()
         (error,) = finish.calls
         assert isinstance(error, UnsafeSnapshotError) and error.where == "b" and copy.moved == ["b"]
 
 
-def test_a_change_after_the_copy_and_without_a_barrier_is_none() -> None:
+def test_a_change_after_the_copy_and_without_a_barrier_is_none(pool: ThreadPoolExecutor) -> None:
     """A loop that never steps again, or that edits weights by hand once the save is accepted."""
     weight, finish = torch.zeros(100), Finish()
     with slot_of({"w": weight}) as (flat, layout, slot):
-        copy = LazyCopy(slot, layout, flat, [0], finish)
-        copy.work()
+        copy = LazyCopy(slot, layout, flat, [0], pool, finish)
+        copy.begin()
+        copy.complete()
         weight.add_(1)
         copy.barrier()
         copy.complete()
         assert finish.calls == [None] and copy.barrier_seconds == 0
 
 
-def test_an_error_in_the_copy_reaches_finish_and_nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_copy_reaches_finish_and_nobody_hangs(
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+) -> None:
     def broken(*_: int) -> None:
         raise ValueError("no such page")
 
     monkeypatch.setattr(module, "memmove", broken)
     finish = Finish()
     with slot_of({"w": torch.zeros(100)}) as (flat, layout, slot):
-        copy = LazyCopy(slot, layout, flat, [0], finish)
+        copy = LazyCopy(slot, layout, flat, [0], pool, finish)
+        copy.begin()
         copy.barrier()
-        copy.work()
-        assert [str(error) for error in finish.calls] == ["no such page"] and copy.done.is_set()
+        copy.complete()
+        assert [str(error) for error in finish.calls] == ["no such page"]
 
 
-def test_ctrl_c_at_the_barrier_fails_the_save_and_nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: int) -> None:
-        raise KeyboardInterrupt
+def test_ctrl_c_at_the_barrier_reaches_the_trainer_and_the_save_is_whole(gate: Gate, pool: ThreadPoolExecutor) -> None:
+    """The exception keeps `optimizer.step()` from changing anything, so the copy may go on."""
+    weight, finish = torch.arange(100), Finish()
+    with slot_of({"w": weight}) as (flat, layout, slot):
+        copy = LazyCopy(slot, layout, flat, [0], pool, finish)
+        copy.begin()
 
-    monkeypatch.setattr(module, "memmove", interrupted)
-    finish = Finish()
-    with slot_of({"w": torch.zeros(100)}) as (flat, layout, slot):
-        copy = LazyCopy(slot, layout, flat, [0], finish)
+        def interrupt() -> None:
+            wait_until(lambda: copy._held_since_seconds is not None and gate.entered.is_set())
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt, daemon=True)
+        thread.start()
         with pytest.raises(KeyboardInterrupt):
             copy.barrier()
-        monkeypatch.setattr(module, "memmove", ctypes.memmove)
-        copy.work()
-        (error,) = finish.calls
-        assert isinstance(error, UnsafeSnapshotError) and "interrupted" in str(error)
+        thread.join(30)
+        assert not finish.calls
+        gate.open.set()
+        copy.complete()
+        assert finish.calls == [None] and same_bits(slot.views(layout, flat)[0], weight)
 
 
-def test_done_is_set_even_when_finish_raises() -> None:
+def test_a_copy_that_was_never_begun_is_done_at_the_barrier(pool: ThreadPoolExecutor) -> None:
+    """Ctrl-C in `save()` may come before the copy is begun."""
+    weight, finish = torch.arange(100), Finish()
+    with slot_of({"w": weight}) as (flat, layout, slot):
+        copy = LazyCopy(slot, layout, flat, [0], pool, finish)
+        copy.barrier()
+        assert same_bits(slot.views(layout, flat)[0], weight)
+        copy.complete()
+        assert finish.calls == [None]
+
+
+def test_done_is_set_even_when_finish_raises(pool: ThreadPoolExecutor) -> None:
     def finish(error: Exception | None) -> None:
         raise RuntimeError("in finish")
 
     with slot_of({"w": torch.zeros(100)}) as (flat, layout, slot):
-        copy = LazyCopy(slot, layout, flat, [0], finish)
-        with pytest.raises(RuntimeError, match="in finish"):
-            copy.work()
+        copy = LazyCopy(slot, layout, flat, [0], pool, finish)
+        copy.begin()
         copy.complete()
+        assert copy.done.is_set()
 
 
 def test_many_helpers_copy_every_byte_once_and_finish_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GROUP_BYTES", 64)
+    monkeypatch.setattr(module, "COPY_THREADS", 5)
     moved: list[tuple[int, int]] = []
 
     def counted(destination: int, source: int, size: int) -> None:
@@ -307,11 +337,12 @@ def test_many_helpers_copy_every_byte_once_and_finish_once(monkeypatch: pytest.M
     monkeypatch.setattr(module, "memmove", counted)
     state = {f"t{i}": torch.randn(i) for i in range(60)}
     finish = Finish()
-    with slot_of(state) as (flat, layout, slot), ThreadPoolExecutor(4) as pool:
-        copy = LazyCopy(slot, layout, flat, list(range(60)), finish)
-        helpers = [pool.submit(copy.help) for _ in range(3)]
-        copy.work()
-        assert all(helper.result(30) is None for helper in helpers)
+    with slot_of(state) as (flat, layout, slot), ThreadPoolExecutor(5) as pool:
+        copy = LazyCopy(slot, layout, flat, list(range(60)), pool, finish)
+        for _ in range(3):
+            copy.begin()
+            copy.barrier()
+        copy.complete()
         assert finish.calls == [None]
         views = slot.views(layout, flat)
         assert all(same_bits(views[i], flat.tensors[i]) for i in range(60))
@@ -319,24 +350,25 @@ def test_many_helpers_copy_every_byte_once_and_finish_once(monkeypatch: pytest.M
         del views
 
 
-def test_tensors_are_let_go_when_the_copy_is_whole() -> None:
+def test_tensors_are_let_go_when_the_copy_is_whole(pool: ThreadPoolExecutor) -> None:
     """CASES 5: a handle lives long; the tensors that were replaced since must not live with it."""
     state = {"w": torch.zeros(100)}
     gone = weakref.ref(state["w"])
     with slot_of(state) as (flat, layout, slot):
-        copy = LazyCopy(slot, layout, flat, [0], Finish())
+        copy = LazyCopy(slot, layout, flat, [0], pool, Finish())
         state.clear()
         flat.tensors.clear()
         gc.collect()
         assert gone() is not None, "held until it is copied"
-        copy.work()
+        copy.begin()
+        copy.complete()
         gc.collect()
         assert gone() is None
 
 
-def test_an_audit_sees_what_no_version_shows() -> None:
+def test_an_audit_sees_what_no_version_shows(pool: ThreadPoolExecutor) -> None:
     state = {"a": torch.zeros(100), "b": torch.zeros(100), "nan": torch.full((3,), torch.nan)}
-    with slot_of(state) as (flat, layout, slot), ThreadPoolExecutor(1) as pool:
+    with slot_of(state) as (flat, layout, slot):
         for view, tensor in zip(slot.views(layout, flat), flat.tensors, strict=True):
             view.copy_(tensor)
         audit = Audit(slot, layout, flat, [0, 1, 2])

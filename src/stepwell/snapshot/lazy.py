@@ -206,8 +206,9 @@ class LazyCopy:
 
     def complete(self) -> None:
         """Return when all is copied and `finish` has been called."""
-        self.begin()
-        self.done.wait()
+        if not self.done.is_set():
+            self.begin()
+            self.done.wait()
 
     def _judge(self) -> None:
         """Look once for tensors that changed: before the trainer may change them, or else when all is copied."""

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("stepwell")
 
+Piece = TypeVar("Piece")
+
 MADV_POPULATE_WRITE = 23
 WRITE_PIECE_BYTES = 4 << 20
 LARGE_BYTES = 1 << 20
@@ -161,9 +163,6 @@ def copy_eager(slot: Slot, layout: Layout, flat: Flat, indices: list[int], pool:
             pieces.append((destination + begin, source + begin, min(PIECE_BYTES, size - begin)))
     # Plain copies by our own threads: a torch copy ends with a barrier of OpenMP, which spins when cores are busy.
     in_parallel(pool, pieces, lambda piece: memmove(*piece), lambda: _copy_small(slot, layout, flat, small))
-
-
-Piece = TypeVar("Piece")
 
 
 class Pieces(Generic[Piece]):

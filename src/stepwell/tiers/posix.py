@@ -149,13 +149,20 @@ def make_folders(ops: FileOps, folder: str) -> None:
         missing.append(at)
         at = os.path.dirname(at)
     for path in reversed(missing):
+        made = True
         try:
             ops.mkdir(path)
         except FileExistsError:
             if not os.path.isdir(path):
                 raise
-        # Without this a power loss could drop the folder together with a manifest that was fsynced inside it.
-        ops.fsync_directory(os.path.dirname(path))
+            made = False
+        try:
+            # Without this a power loss could drop the folder together with a manifest that was fsynced inside it.
+            ops.fsync_directory(os.path.dirname(path))
+        except PermissionError:
+            if made:
+                raise
+            # A folder that was given to us, in one that we may pass but not read (/scratch on many clusters).
 
 
 def write_all(ops: FileOps, fd: int, data: memoryview, offset: int) -> None:
