@@ -349,3 +349,13 @@ def test_launcher_pipe_is_not_held_open(run: Path) -> None:
     ended = subprocess.run(command, capture_output=True, timeout=30, check=False)
     assert b"done" in ended.stdout
     assert agents_of(run), "the agent lingers for the restarted trainer"
+
+
+def test_a_damaged_layout_is_replaced_by_the_next_save(run: Path) -> None:
+    with stepwell.Checkpointer(run) as ckpt:
+        ckpt.save(1, state_of(1)).wait(timeout=30)
+        (layout,) = (run / "layouts").iterdir()
+        flip_byte(layout, 200)
+        ckpt.save(2, state_of(2)).wait(timeout=30)
+    assert_is_step(stepwell.load(run, 2), 2)
+    assert_is_step(stepwell.load(run, 1), 1)

@@ -112,11 +112,21 @@ def committed(folder: str, identity: str) -> Manifest | None:
 
 def _publish_layout(tier: PosixTier, layout: Layout) -> None:
     path = tier.path(names.LAYOUTS, names.layout_file(layout.hash))
-    if not os.path.exists(path):
-        tier.make_folders(os.path.dirname(path))
-        tier.publish(path, layout.data)
-    else:  # whoever published it may have been killed before the folder was synced
+    if _holds(path, layout.data):  # whoever published it may have been killed before the folder was synced
         tier.ops.fsync_directory(os.path.dirname(path))
+        return
+    if os.path.lexists(path):  # damaged: every new step would need it, and its true bytes are at hand
+        tier.remove([path])
+    tier.make_folders(os.path.dirname(path))
+    tier.publish(path, layout.data)
+
+
+def _holds(path: str, data: bytes) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(data) + 1) == data
+    except OSError:
+        return False
 
 
 def _write_pack(
