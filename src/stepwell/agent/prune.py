@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from stepwell.flow.retain import RetentionPlan
-from stepwell.restore.catalogue import Catalogue
+from stepwell.restore.catalogue import Catalogue, listed
 from stepwell.store import names
 from stepwell.tiers.posix import PosixTier, write_all
 
@@ -52,10 +52,10 @@ class Pruner:
         """
         marked = []
         steps = self.tier.path(names.STEPS)
-        for key in _listed(steps):
+        for key in listed(steps):
             parsed = names.parse_step_key(key)
             folder = os.path.join(steps, key)
-            inside = _listed(folder)
+            inside = listed(folder)
             if (
                 parsed is None
                 or os.path.islink(folder)
@@ -93,11 +93,11 @@ class Pruner:
         removed = []
         steps = self.tier.path(names.STEPS)
         folders = [self.tier.root, self.tier.path(names.ATTEMPTS), self.tier.path(names.LAYOUTS)]
-        folders += [os.path.join(steps, name) for name in _listed(steps) if names.parse_step_key(name)]
+        folders += [os.path.join(steps, name) for name in listed(steps) if names.parse_step_key(name)]
         for folder in folders:
             if os.path.islink(folder):
                 continue
-            stale = [os.path.join(folder, name) for name in _listed(folder) if names.is_temporary(name)]
+            stale = [os.path.join(folder, name) for name in listed(folder) if names.is_temporary(name)]
             if stale:
                 self.tier.remove(stale)
                 removed += stale
@@ -111,10 +111,10 @@ class Pruner:
     def _condemned(self) -> list[str]:
         steps = self.tier.path(names.STEPS)
         found = []
-        for name in _listed(steps):
+        for name in listed(steps):
             if names.parse_step_key(name) is None or os.path.islink(os.path.join(steps, name)):
                 continue
-            inside = set(_listed(os.path.join(steps, name)))
+            inside = set(listed(os.path.join(steps, name)))
             if names.CONDEMNED in inside and names.MANIFEST not in inside:
                 found.append(name)
         return found
@@ -134,7 +134,7 @@ class Pruner:
     def _pinned(self, folder: str) -> bool:
         """True while a pin in the folder is younger than its grace: a pin's content changes as long as it is held."""
         held = False
-        for name in _listed(folder):
+        for name in listed(folder):
             if not names.is_pin(name):
                 continue
             path = os.path.join(folder, name)
@@ -152,7 +152,7 @@ class Pruner:
         return held
 
     def _delete_parts(self, folder: str) -> None:
-        inside = _listed(folder)
+        inside = listed(folder)
         ours = [name for name in inside if names.is_pack_file(name) or names.is_pin(name) or names.is_temporary(name)]
         self.tier.remove([os.path.join(folder, name) for name in ours])
         for name in ours:
@@ -168,14 +168,7 @@ class Pruner:
         if any(step.manifest is None for step in catalogue.steps):
             return
         used = {step.manifest.layout for step in catalogue.steps if step.manifest and step.key not in removed}
-        there = {layout for name in _listed(self.tier.path(names.LAYOUTS)) if (layout := names.parse_layout_file(name))}
+        there = {layout for name in listed(self.tier.path(names.LAYOUTS)) if (layout := names.parse_layout_file(name))}
         gone = there - used
         if gone:
             self.tier.remove([self.tier.path(names.LAYOUTS, names.layout_file(one)) for one in sorted(gone)])
-
-
-def _listed(folder: str) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return []

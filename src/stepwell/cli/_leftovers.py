@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from stepwell.restore.catalogue import Catalogue
+from stepwell.restore.catalogue import Catalogue, listed
 from stepwell.store import names
 from stepwell.tiers.posix import PosixTier
 
@@ -33,19 +33,19 @@ def find_leftovers(catalogue: Catalogue) -> list[Leftover]:
     found = []
     for folder in ("", names.ATTEMPTS, names.LAYOUTS):
         found += [_file("temporary", root, os.path.join(folder, name)) for name in _temporaries(root, folder)]
-    for key in _listed(os.path.join(root, names.STEPS)):
+    for key in listed(os.path.join(root, names.STEPS)):
         if names.parse_step_key(key) is not None:
             found += _in_step(root, os.path.join(names.STEPS, key))
     if all(step.manifest is not None for step in catalogue.steps):  # one that cannot be read may need any layout
         used = {step.manifest.layout for step in catalogue.steps if step.manifest}
-        for name in _listed(os.path.join(root, names.LAYOUTS)):
+        for name in listed(os.path.join(root, names.LAYOUTS)):
             if names.parse_layout_file(name) not in {None, *used}:
                 found.append(_file("layout", root, os.path.join(names.LAYOUTS, name)))
     return found
 
 
 def _in_step(root: str, folder: str) -> list[Leftover]:
-    inside = _listed(os.path.join(root, folder))
+    inside = listed(os.path.join(root, folder))
     if names.MANIFEST in inside:
         return [_file("temporary", root, os.path.join(folder, name)) for name in _temporaries(root, folder)]
     ours = [name for name in inside if names.is_pack_file(name) or names.is_pin(name) or names.is_temporary(name)]
@@ -71,7 +71,7 @@ def _file(kind: Literal["temporary", "layout"], root: str, path: str) -> Leftove
 
 
 def _temporaries(root: str, folder: str) -> list[str]:
-    return [name for name in _listed(os.path.join(root, folder)) if names.is_temporary(name)]
+    return [name for name in listed(os.path.join(root, folder)) if names.is_temporary(name)]
 
 
 def _size(path: str) -> int:
@@ -79,10 +79,3 @@ def _size(path: str) -> int:
         return os.lstat(path).st_size
     except FileNotFoundError:
         return 0
-
-
-def _listed(folder: str) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return []

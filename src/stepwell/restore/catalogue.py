@@ -164,7 +164,7 @@ def read(root: str | os.PathLike[str], known: Mapping[str, Step] | None = None) 
     problems: list[str] = []
     attempts = _read_attempts(root, problems)
     steps: list[Step] = []
-    for name in _listed(os.path.join(root, names.STEPS)):
+    for name in listed(os.path.join(root, names.STEPS)):
         parsed = names.parse_step_key(name)
         folder = os.path.join(root, names.STEPS, name)
         if parsed is None or not os.path.lexists(os.path.join(folder, names.MANIFEST)):
@@ -183,7 +183,8 @@ def read(root: str | os.PathLike[str], known: Mapping[str, Step] | None = None) 
     return replace(bare, steps=marked)
 
 
-def _listed(folder: str) -> list[str]:
+def listed(folder: str) -> list[str]:
+    """The names in a folder, sorted; none when there is no such folder. Other errors are the system's `OSError`."""
     try:
         return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -192,7 +193,7 @@ def _listed(folder: str) -> list[str]:
 
 def _read_attempts(root: str, problems: list[str]) -> tuple[AttemptDocument, ...]:
     attempts = []
-    for name in _listed(os.path.join(root, names.ATTEMPTS)):
+    for name in listed(os.path.join(root, names.ATTEMPTS)):
         number = names.parse_attempt_file(name)
         if number is None:
             continue
