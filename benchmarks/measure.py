@@ -201,12 +201,14 @@ def touch_memory() -> None:
 
 
 def fio_bytes_per_second(file: Path, direction: str, size_bytes: int) -> float:
-    """What `fio` reaches with O_DIRECT blocks of 8 MiB, four in flight, fsync at the end. `direction`: write, read."""
-    size = -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+    """What `fio` reaches with O_DIRECT blocks of 8 MiB, four in flight, fsync at the end. `direction`: write, read.
+
+    What is read is there already, and stays as it is.
+    """
+    size = size_bytes // _BLOCK_BYTES * _BLOCK_BYTES
     command = ["fio", "--name=ceiling", f"--filename={file}", f"--rw={direction}", f"--size={size}", "--bs=8M"]
     command += ["--direct=1", "--ioengine=libaio", "--iodepth=4", "--fallocate=none", "--output-format=json"]
-    if direction == "write":
-        command.append("--end_fsync=1")
+    command.append("--readonly" if direction == "read" else "--end_fsync=1")
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     job = json.loads(output[output.index("{") :])["jobs"][0]
     return float(size / (job["job_runtime"] / 1000))

@@ -17,11 +17,12 @@ from . import measure
 from .contestants import ENTRIES, FIRST, Entry
 from .states import SharedTensors, Tensors, large_shapes, small_shapes
 from .stats import Sample, order
-from .targets import FIO
+from .targets import EAGER, FIO
 from .worker import Child, ContestantFailed
 
 # From page cache, (b) says nothing that it does not say cold, and DCP takes 20 s for each.
 _RESTORES = {"a": ("memory", "cold", "cached"), "b": ("memory", "cold")}
+_PRUNE_SECONDS_MAX = 60.0
 _TRAIN_PAIRS = 2
 _TRAIN_WARM_UPS = 2
 _SHOWN = ("blocked_seconds", "durable_seconds", "cpu_seconds_per_gb", "lost_seconds", "restore_seconds")
@@ -84,7 +85,7 @@ def _plain_tensors(bench: Bench, state: str) -> None:
     tiny = SharedTensors({"t": (1024,)})
     for number in range(bench.rounds[state]):
         entries = _entries(bench, state, number)
-        ceiling = [FIO] if state == "a" and bench.wants(state, FIO) and shutil.which("fio") else []
+        ceiling = [FIO] if state == "a" and _has_fio(bench, state) else []
         for name in order([*entries, *ceiling], number):
             measure.empty(bench.folder)
             try:
@@ -100,13 +101,21 @@ def _plain_tensors(bench: Bench, state: str) -> None:
     tiny.close()
 
 
+def _has_fio(bench: Bench, state: str) -> bool:
+    return bench.wants(state, FIO) and shutil.which("fio") is not None
+
+
 def _fio_turn(bench: Bench, state: str, number: int, byte_count: int) -> None:
-    file = bench.folder / "ceiling"
-    figures = {
-        f"{direction}_bytes_per_second": measure.fio_bytes_per_second(file, direction, byte_count)
-        for direction in ("write", "read")
-    }
-    bench.add(state, number, FIO, FIO, figures)
+    rate = measure.fio_bytes_per_second(bench.folder / "ceiling", "write", byte_count)
+    bench.add(state, number, FIO, FIO, {"write_bytes_per_second": rate})
+
+
+def _fio_reads(bench: Bench, state: str, number: int) -> None:
+    """`fio` on the very pack that is restored: what else was just written may be cached outside of this machine."""
+    pack = max(measure.files_below(bench.folder), key=lambda path: path.stat().st_size)
+    measure.drop_caches(bench.folder)
+    rate = measure.fio_bytes_per_second(pack, "read", pack.stat().st_size)
+    bench.add(state, number, FIO, FIO, {"read_bytes_per_second": rate})
 
 
 def _turn(bench: Bench, state: str, number: int, entry: Entry, shared: SharedTensors, tiny: SharedTensors) -> None:
@@ -125,6 +134,8 @@ def _turn(bench: Bench, state: str, number: int, entry: Entry, shared: SharedTen
                 else:
                     answer |= opened | _files(bench.folder) | memory.figures()
                 bench.add(state, number, entry.name, kind, answer)
+        if entry.stepwell:
+            _clear_disk(bench.folder, entry)
         for kind in entry.restores:
             if kind not in _RESTORES[state]:
                 continue
@@ -132,18 +143,27 @@ def _turn(bench: Bench, state: str, number: int, entry: Entry, shared: SharedTen
             if kind == "memory":
                 child = child.restarted()
             opened = child.call("open")
+            ceiling = kind == "cold" and state == "a" and entry.name == EAGER and _has_fio(bench, state)
+            if ceiling and not number % 2:
+                _fio_reads(bench, state, number)
             if kind == "cold":
                 notes["dropped"] = measure.drop_caches(bench.folder)
             elif kind == "cached":
                 measure.fill_caches(bench.folder)
             bench.add(state, number, entry.name, f"restore-{kind}", child.call("restore") | opened | notes)
+            if ceiling and number % 2:
+                _fio_reads(bench, state, number)
     finally:
         child.end()
 
 
 def _clear_disk(folder: Path, entry: Entry) -> None:
-    """Take away the save before, but not Stepwell's, which replaces it by itself; wait until the disk is quiet."""
-    if not entry.stepwell:
+    """Take away the save before, or wait until Stepwell has done so by itself; then wait until the disk is quiet."""
+    if entry.stepwell:
+        deadline = time.monotonic() + _PRUNE_SECONDS_MAX
+        while len(list(folder.glob("run/steps/*"))) > 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    else:
         measure.empty(folder)
     os.sync()
 

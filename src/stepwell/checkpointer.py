@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from stepwell.errors import (
 )
 from stepwell.policies import History, Keep, Moment, Policy
 from stepwell.restore import catalogue as catalogues
-from stepwell.restore.catalogue import Catalogue, Step
+from stepwell.restore.catalogue import Step
 from stepwell.restore.read import OpenStep, open_slot, open_step
 from stepwell.snapshot.device import DeviceCopier, Ticket, copier_for
 from stepwell.snapshot.lazy import Audit, LazyCopy, LazyPolicy
@@ -865,21 +865,21 @@ class Checkpointer:
         begin = time.perf_counter()
         for handle in list(self._pending.values()):  # what was accepted before counts as there
             handle._done.wait(self._slot_wait_seconds_max)
-        self._settle_agent()
-        try:
-            catalogue = catalogues.read(self.run)
-        except NotARunError:
-            catalogue = None
-        if step is not None:
-            if catalogue is None:
-                raise NotARunError("there is no Stepwell run here", where=self.run)
-            candidates = [catalogue.find(step)]
-        else:
-            candidates = catalogue.fallbacks() if catalogue else []
         restored = None
-        if catalogue is not None and candidates:
-            patterns = [names] if isinstance(names, str) else None if names is None else list(names)
-            restored = self._restore_first(catalogue, candidates, state, strict, cast, patterns, begin)
+        with self._settled_agent() as memory:
+            try:
+                catalogue = catalogues.read(self.run)
+            except NotARunError:
+                catalogue = None
+            if step is not None:
+                if catalogue is None:
+                    raise NotARunError("there is no Stepwell run here", where=self.run)
+                candidates = [catalogue.find(step)]
+            else:
+                candidates = catalogue.fallbacks() if catalogue else []
+            if candidates:
+                patterns = [names] if isinstance(names, str) else None if names is None else list(names)
+                restored = self._restore_first(candidates, memory, state, strict, cast, patterns, begin)
         if restored is not None:
             with self._lock:
                 self._parent, self._attempt = restored.key, None
@@ -895,8 +895,8 @@ class Checkpointer:
 
     def _restore_first(
         self,
-        catalogue: Catalogue,
         candidates: list[Step],
+        memory: Callable[[Step], OpenStep | None],
         state: Mapping[str, Any],
         strict: bool,
         cast: bool,
@@ -907,10 +907,10 @@ class Checkpointer:
         touched = False
         last: DamagedError | None = None
         for candidate in candidates:
-            for opener in (self._open_memory, self._open_disk):
+            for opener in (memory, self._open_disk):
                 opened: OpenStep | None = None
                 try:
-                    opened = opener(catalogue, candidate)
+                    opened = opener(candidate)
                     if opened is None:
                         continue
                     count = self._fill(opened, state, strict, cast, patterns)
@@ -958,30 +958,28 @@ class Checkpointer:
             )
         raise last
 
-    def _settle_agent(self) -> None:
-        """Let the agent finish what an earlier trainer, now dead, had accepted: that is the newest step."""
-        _, fds = self._ask(p.AskMemory(), timeout=SETTLE_SECONDS_MAX)
-        for fd in fds:
-            os.close(fd)
+    @contextlib.contextmanager
+    def _settled_agent(self) -> Iterator[Callable[[Step], OpenStep | None]]:
+        """Let the agent finish what an earlier trainer, now dead, had accepted: that is the newest step.
 
-    def _open_disk(self, catalogue: Catalogue, step: Step) -> OpenStep | None:
-        return open_step(self.run, step, self._layout)
-
-    def _open_memory(self, catalogue: Catalogue, step: Step) -> OpenStep | None:
-        if not step.newest or step.problem is not None or self._pending or not self._linked:
-            return None
-        try:
-            answer, fds = self._client.ask(p.AskMemory())
-        except AgentError:
-            return None  # it has just died, and its memory is gone with it
+        Gives what opens a step from the agent's memory, if that holds it.
+        """
+        answer, fds = self._ask(p.AskMemory(), timeout=SETTLE_SECONDS_MAX)
         assert isinstance(answer, p.MemoryIs)
-        try:
-            if answer.key != step.key:
+
+        def open_memory(step: Step) -> OpenStep | None:
+            if answer.key != step.key or not step.newest or step.problem is not None or self._pending:
                 return None
             return open_slot(self.run, step, fds[0], answer.bytes, self._layout)
+
+        try:
+            yield open_memory
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _open_disk(self, step: Step) -> OpenStep:
+        return open_step(self.run, step, self._layout)
 
     def _fill(
         self, opened: OpenStep, state: Mapping[str, Any], strict: bool, cast: bool, patterns: list[str] | None

@@ -177,7 +177,7 @@ class CoreAgent:
         self._say(p.Begin(0))
         for i, tensor in enumerate(flat.tensors):
             if tensor.nbytes:
-                os.pwrite(self.trainer.slot_fd, tensor.tobytes(), layout.slot_offset(i))
+                os.pwrite(self.trainer.slot_fd, tensor.tobytes(), layout.slot_offsets[i])
         plan = layout.packs[-1]
         os.pwrite(self.trainer.slot_fd, values, plan.image_offset + plan.header_bytes + plan.data_bytes)
         self._learn("snapshot_step", step)

@@ -295,7 +295,7 @@ class Server:
                 self._persist(peer, message)
             case p.AskMemory():
                 # Behind everything accepted: a restarted trainer must not resume from before what is being persisted.
-                self.persister.then(lambda: self.post(lambda: self._memory(peer, message)))
+                self.persister.after_saves(lambda: self.post(lambda: self._memory(peer, message)))
             case p.Note():
                 self.persister.note(dict(message.record))
             case p.Prune():
@@ -526,7 +526,8 @@ class Persister(threading.Thread):
         self.known: dict[str, catalogues.Step] = {}
         self.last_key: dict[int, str] = {}
         self._count_lock = threading.Lock()
-        self._unfinished = 0
+        self._unfinished = self._unsaved = 0
+        self._after_saves: list[Callable[[], None]] = []
         self._telemetry_fd = -1
 
     @property
@@ -534,11 +535,17 @@ class Persister(threading.Thread):
         return self._unfinished
 
     def put(self, job: Job) -> None:
+        with self._count_lock:
+            self._unsaved += 1
         self._submit(lambda: self._save(job))
 
-    def then(self, act: Callable[[], None]) -> None:
-        """Do something small once everything accepted so far is done."""
-        self._submit(act)
+    def after_saves(self, act: Callable[[], None]) -> None:
+        """Do something small once no accepted save is left to be committed; pruning is not waited for."""
+        with self._count_lock:
+            if self._unsaved:
+                self._after_saves.append(act)
+                return
+        act()
 
     def note(self, record: dict[str, float | int | str | bool | None]) -> None:
         self._submit(lambda: self._write_telemetry(record))
@@ -591,6 +598,22 @@ class Persister(threading.Thread):
             log.exception("background work failed")
 
     def _save(self, job: Job) -> None:
+        try:
+            saved = self._commit(job)
+        finally:
+            with self._count_lock:
+                self._unsaved -= 1
+                acts = [] if self._unsaved else self._after_saves
+                self._after_saves = self._after_saves if self._unsaved else []
+            for act in acts:
+                act()
+        if saved:
+            removed = self._prune(job.keep, job.resumed_from, attempt=job.order.attempt)
+            if removed:
+                log.info("pruned %s", ", ".join(removed))
+
+    def _commit(self, job: Job) -> bool:
+        """Persist and commit, with retries; the server is told how it ended. True when it is committed."""
         attempt = job.order.attempt
         order = replace(job.order, parent=self.last_key.get(attempt, job.resumed_from))
         stages = Stages()
@@ -606,7 +629,7 @@ class Persister(threading.Thread):
                     self._write_record(job, stages, retries, error)
                     failed = partial(self.server.failed, job, error, retries)
                     self.server.post(failed)
-                    return
+                    return False
                 log.warning("saving %s failed (%s), trying again in %s s", job.order.key, error, RETRY_SECONDS[retries])
                 time.sleep(RETRY_SECONDS[retries])
                 retries += 1
@@ -615,9 +638,7 @@ class Persister(threading.Thread):
         seconds["durable_seconds"] = manifest.durable_seconds
         self.server.post(lambda: self.server.committed(job, seconds, retries))
         self._write_record(job, stages, retries, None)
-        removed = self._prune(job.keep, job.resumed_from, attempt=job.order.attempt)
-        if removed:
-            log.info("pruned %s", ", ".join(removed))
+        return True
 
     def _prune(
         self, keep: Keep, resumed_from: str | None, *, attempt: int | None = None, limit: int | None = None

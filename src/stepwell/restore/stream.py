@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
 from stepwell.errors import DamagedError
-from stepwell.restore.read import OpenStep, pinned
+from stepwell.restore.read import OpenStep, pinned, read_room
 from stepwell.store.checksum import CHUNK_BYTES, digest
 
 CHUNKS_HELD = 8
@@ -99,7 +98,7 @@ class TensorStream:
     def _room(self) -> memoryview:
         """A buffer for a chunk: a new one, or that of the chunk that was used longest ago."""
         if len(self._chunks) < CHUNKS_HELD:
-            return memoryview(mmap.mmap(-1, CHUNK_BYTES))
+            return read_room(CHUNK_BYTES)
         _, (future, room) = self._chunks.popitem(last=False)
         future.exception()  # waits: nobody may be reading into the buffer any more
         return room

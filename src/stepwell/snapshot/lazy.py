@@ -316,7 +316,7 @@ def _groups(slot: Slot, layout: Layout, flat: Flat, indices: list[int]) -> list[
     base = slot.address
     for i in indices:
         source, size = address_of(flat.tensors[i]), flat.specs[i].nbytes
-        destination = base + layout.slot_offset(i)
+        destination = base + layout.slot_offsets[i]
         for begin in range(0, size, GROUP_BYTES):
             part = min(GROUP_BYTES, size - begin)
             group.append((destination + begin, source + begin, part))

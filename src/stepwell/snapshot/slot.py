@@ -103,7 +103,7 @@ class Slot:
             if flat.alias_of[i] >= 0:
                 views.append(None)
                 continue
-            spec, offset = flat.specs[i], layout.slot_offset(i)
+            spec, offset = flat.specs[i], layout.slot_offsets[i]
             if isinstance(tensor, np.ndarray):
                 own = data[offset : offset + spec.nbytes]
                 views.append(own.view(tensor.dtype.newbyteorder("=")).reshape(spec.shape))
@@ -151,16 +151,15 @@ def copy_eager(slot: Slot, layout: Layout, flat: Flat, indices: list[int], pool:
         return
     small: list[int] = []
     pieces: list[tuple[int, int, int]] = []
-    base = slot.address
+    base, offsets = slot.address, layout.slot_offsets
     for i in indices:
         size = flat.specs[i].nbytes
         source = address_of(flat.tensors[i]) if size >= LARGE_BYTES else 0
         if not source:
             small.append(i)
             continue
-        destination = base + layout.slot_offset(i)
         for begin in range(0, size, PIECE_BYTES):
-            pieces.append((destination + begin, source + begin, min(PIECE_BYTES, size - begin)))
+            pieces.append((base + offsets[i] + begin, source + begin, min(PIECE_BYTES, size - begin)))
     # Plain copies by our own threads: a torch copy ends with a barrier of OpenMP, which spins when cores are busy.
     in_parallel(pool, pieces, lambda piece: memmove(*piece), lambda: _copy_small(slot, layout, flat, small))
 
@@ -273,7 +272,7 @@ def _write_fresh(slot: Slot, layout: Layout, flat: Flat, indices: list[int], poo
             keep.append(source)
             address = address_of(source)
         whole = memoryview((ctypes.c_uint8 * size).from_address(address)).cast("B")
-        offset = layout.slot_offset(i)
+        offset = layout.slot_offsets[i]
         for begin in range(0, size, WRITE_PIECE_BYTES):
             piece = whole[begin : begin + WRITE_PIECE_BYTES]
             batch.append((piece, offset + begin))

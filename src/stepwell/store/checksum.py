@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import xxhash
 
+Digest = xxhash.xxh3_128
+"""`digest` of bytes that come in pieces: `update(piece)`, at last `digest()`."""
+
 CHUNK_BYTES = 4 << 20
 DIGEST_BYTES = 16
 

@@ -102,10 +102,12 @@ class Layout:
         last = self.packs[-1]
         return round_up(last.image_offset + last.header_bytes + last.data_bytes + values_bytes + PAGE_BYTES, PAGE_BYTES)
 
-    def slot_offset(self, index: int) -> int:
-        """Where tensor `index` lies in the slot."""
-        pack = self.packs[int(self.pack_index[index])]
-        return pack.image_offset + pack.header_bytes + int(self.offsets[index])
+    @cached_property
+    def slot_offsets(self) -> list[int]:
+        """Where each tensor lies in the slot."""
+        begins = np.array([pack.image_offset + pack.header_bytes for pack in self.packs], dtype=np.int64)
+        offsets: list[int] = (begins[self.pack_index] + self.offsets).tolist()
+        return offsets
 
     @cached_property
     def tables(self) -> tuple[list[bytes], ...]:
