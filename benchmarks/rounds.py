@@ -53,7 +53,7 @@ class Bench:
 
     def fail(self, state: str, contestant: str, error: Exception) -> None:
         """A contestant that fails is left out from then on, and said to have failed; the others go on."""
-        self.failures[f"{state}/{contestant}"] = str(error)
+        self.failures[f"{state}/{contestant}"] = str(error).strip().splitlines()[-1]
         _log.print(f"({state}) {contestant} FAILED and is left out:\n{error}", style="red")
 
     def wants(self, state: str, contestant: str) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import shutil
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,6 +33,7 @@ LOG = Path(__file__).parent / "out" / "contestants.log"
 _ANSWER_SECONDS_MAX = 900
 # Work that a contestant still does right after it has said "durable" belongs to its CPU figure.
 _SETTLE_SECONDS = 0.3
+_FILES_OPEN_MAX = 1 << 16
 _TRAIN_STEPS_MIN = 5
 _TINY = "warm-up"
 
@@ -111,6 +114,10 @@ def _serve(pipe: Connection, name: str, state: TensorsSpec | float, folder: Path
     log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # DCP's stager in shared memory opens one for each tensor; only root gets more
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, _FILES_OPEN_MAX),) * 2)
     worker = Worker(name, state, folder)
     commands: dict[str, Callable[..., Mapping[str, object]]] = {
         "ready": dict,

@@ -13,20 +13,23 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import msgspec
 
 from stepwell.agent import protocol as p
 from stepwell.agent.client import ANSWER_SECONDS_MAX, Client, as_error
+from stepwell.agent.prune import LOCAL_FILESYSTEMS
 from stepwell.errors import (
     AgentError,
     DamagedError,
     NotARunError,
     SlotMemoryError,
     StateClobbered,
+    StateMismatchError,
     StepwellError,
     UsageError,
     WaitTimeout,
@@ -53,13 +56,15 @@ RELINK_COUNT_MAX = 5
 SETTLE_SECONDS_MAX = 3600.0
 DIFFERENCES_LOGGED_MAX = 20
 NOTICE_SECONDS_MAX = 1.0
+SIGNAL_LOOK_SECONDS = 1.0
 
 
 class Save:
     """What `save()` returns: one save on its way.
 
     `blocked_seconds` is how long the trainer has waited for it, slot wait and lazy barrier included; final once
-    `snapshot_done`. `stages` has the seconds of each stage, those of the agent once it is `done`.
+    `snapshot_done` (the first two lazy saves are compared at the next `optimizer.step()`, which adds to theirs).
+    `stages` has the seconds of each stage, those of the agent once it is `done`.
     """
 
     def __init__(self, owner: Checkpointer, step: int, *, skipped: bool = False, reason: str | None = None) -> None:
@@ -175,12 +180,21 @@ class Preparation:
         self._done = threading.Event()
         self.error: BaseException | None = None
 
+    def _ended(self, future: Future[None]) -> None:
+        if future.cancelled():
+            self.error = UsageError("the checkpointer was closed before its slots were ready")
+        self._done.set()
+
     @property
     def done(self) -> bool:
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the slots are ready. Raises `WaitTimeout`, or what went wrong (`SlotMemoryError`)."""
+        """Wait until the slots are ready, without a `timeout` at most an hour.
+
+        Raises `WaitTimeout`, or what went wrong (`SlotMemoryError`, `UsageError` when it was closed meanwhile).
+        """
+        timeout = WAIT_SECONDS_MAX if timeout is None else timeout
         if not self._done.wait(timeout):
             raise WaitTimeout("the slots are not ready yet", expected=f"within {timeout} s")
         if self.error is not None:
@@ -276,19 +290,21 @@ class Checkpointer:
         stored, `LineageError` for a first save into a run that has steps, `SlotMemoryError` when a slot does not fit
         (with `on_error="raise"`; else the handle is skipped), and earlier failures with `on_error="raise"`.
         """
+        return self._save(step, state, _clean_metrics(metrics), None)
+
+    def _save(self, step: int, state: Mapping[str, Any], metrics: dict[str, float], reason: str | None) -> Save:
         self._check_open()
         names.step_key(step, 0)
-        clean_metrics = _clean_metrics(metrics)
         self._raise_once()
         before = self._saved_steps.get(step)
         if before is not None and before.error is None and not before.skipped:
             return before
-        handle = Save(self, step)
+        handle = Save(self, step, reason=reason)
         self._audit = None  # its tensors were never held back
         self._finish_lazy()
         try:
-            self._snapshot(handle, state, clean_metrics)
-        except (SlotMemoryError, AgentError) as error:
+            self._snapshot(handle, state, metrics)
+        except (SlotMemoryError, DamagedError, OSError) as error:  # what a sick storage, agent or memory can do
             if self._on_error == "raise":
                 raise
             self._skip(handle, f"{type(error).__name__}: {error}")
@@ -405,6 +421,7 @@ class Checkpointer:
         order = msgspec.structs.replace(
             handle._order,
             telemetry={
+                "reason": handle.reason,
                 "blocked_seconds": round(handle.blocked_seconds, 6),
                 "snapshot": "lazy" if handle._lazy else "eager",
                 "barrier_seconds": round(handle._lazy.barrier_seconds, 6) if handle._lazy else 0.0,
@@ -427,8 +444,13 @@ class Checkpointer:
         tensors in another way. Returns at once when nothing is under way."""
         audit, self._audit = self._audit, None
         if audit is not None and self._lazy is not None:
+            begin = time.perf_counter()
             self._lazy.learn(audit.differing(self._pool), "changed before optimizer.step()")
             self._lazy.audits_left -= 1
+            if self.last_save is not None:
+                seconds = time.perf_counter() - begin
+                self.last_save.stages["audit_seconds"] = seconds
+                self.last_save._blocked_seconds += seconds
         handle = self._lazy_save
         if handle is not None and handle._lazy is not None:
             handle._lazy.barrier()
@@ -484,7 +506,8 @@ class Checkpointer:
         values = encode_values(flat.values, allow_pickle=self._allow_pickle)
         layout = self._layout_for(flat, len(values))
         size = layout.slot_bytes(self._values_bytes_max) + _missing_optimizer_bytes(state)
-        self._background.submit(self._prepare, preparation, layout, flat, size)
+        future = self._background.submit(self._prepare, preparation, layout, flat, size)
+        future.add_done_callback(preparation._ended)
         return preparation
 
     def _prepare(self, preparation: Preparation, layout: Layout, flat: Flat, size: int) -> None:
@@ -530,6 +553,9 @@ class Checkpointer:
         need = layout.slot_bytes(values_bytes)
         deadline = time.monotonic() + self._slot_wait_seconds_max
         while True:
+            preempted = self._preempted.is_set()  # the signal may come while we wait
+            if preempted and self._preempt_deadline is not None:
+                deadline = min(deadline, self._preempt_deadline)
             with self._lock:
                 free = [slot for slot in self._slots if slot.free]
                 fitting = [slot for slot in free if slot.bytes >= need]
@@ -547,15 +573,15 @@ class Checkpointer:
                 if len(self._slots) + self._making < self._slot_count:
                     self._making += 1
                     break
-                if self._when_full == "skip" and not self._making:
+                if self._when_full == "skip" and not self._making and not preempted:
                     self._skip(handle, f"all {self._slot_count} slots are still being persisted")
                     return None
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    waited = format_seconds(self._slot_wait_seconds_max)
+                    waited = format_seconds(time.perf_counter() - handle._entered_seconds)
                     self._skip(handle, f"no slot became free within {waited}: the storage is slower than the saves")
                     return None
-                self._lock.wait(left)
+                self._lock.wait(min(left, SIGNAL_LOOK_SECONDS))
         try:
             # An accelerator cannot take pages step by step under the memory limit: the agent does it before.
             slot = self._make_slot(layout.slot_bytes(self._values_bytes_max), touch=bool(layout.on_device))
@@ -753,6 +779,12 @@ class Checkpointer:
             limits.append(f"{welcome.filesystem} has no hard links: only one agent may write this run")
         if welcome.filesystem in ("tmpfs", "ramfs"):
             limits.append(f"{welcome.filesystem} is memory: nothing here survives a reboot")
+        elif welcome.filesystem in LOCAL_FILESYSTEMS:
+            limits.append(f"{welcome.filesystem} is local to this machine: a step that is durable here is lost with it")
+        else:
+            limits.append(
+                f"{welcome.filesystem} may be seen by other machines: trainers on two of them are not kept apart"
+            )
         if welcome.shares_cgroup:
             limits.append(
                 "agent and trainer share a cgroup: whatever kills the whole container loses saves that are accepted "
@@ -779,18 +811,16 @@ class Checkpointer:
         """`save()` when the policy wants it, else None. Call it once per step with the step's metrics."""
         clean = _clean_metrics(metrics)
         reason = self._decide(step, clean)
-        self._history = self._history.with_metrics(step, clean)
         if reason is None:
             return None
         log.debug("saving step %d: %s", step, reason)
-        handle = self.save(step, state, metrics=clean)
-        if handle.reason is None:
-            handle.reason = reason
+        handle = self._save(step, state, clean, reason)
         if self._preempted.is_set():
             self._wait_preempted(handle)
         return handle
 
     def _decide(self, step: int, metrics: dict[str, float]) -> str | None:
+        self._history = self._history.with_metrics(step, metrics)  # asking twice about a step changes nothing
         if self._preempted.is_set():
             return "a preemption signal has come"
         if self._policy is None:
@@ -884,11 +914,12 @@ class Checkpointer:
             with self._lock:
                 self._parent, self._attempt = restored.key, None
                 self._saved_steps.clear()
-            self._last_step = restored.step
+            self._last_step, self._last_started_seconds = restored.step, None
+            self._started_seconds = time.monotonic()  # for policies a restore is a new start
             history = History.for_policy(self._policy)
-            for one in reversed(candidates):
-                if one.in_lineage and one.step <= restored.step:
-                    history = history.with_metrics(one.step, one.metrics)
+            assert catalogue is not None
+            for one in reversed(catalogue.lineage_of(restored.key)):
+                history = history.with_metrics(one.step, one.metrics)
             self._history = history
         self.prepare(state)
         return restored
@@ -904,19 +935,24 @@ class Checkpointer:
         begin: float,
     ) -> Restored:
         warnings: list[str] = []
+        stages = {"settle_seconds": time.perf_counter() - begin}
         touched = False
-        last: DamagedError | None = None
+        last: StepwellError | None = None
         for candidate in candidates:
             for opener in (memory, self._open_disk):
                 opened: OpenStep | None = None
+                mark = time.perf_counter()
                 try:
                     opened = opener(candidate)
                     if opened is None:
                         continue
-                    count = self._fill(opened, state, strict, cast, patterns)
-                except DamagedError as error:
-                    last = error
+                    stages["open_seconds"] = time.perf_counter() - mark
+                    count = self._fill(opened, state, strict, cast, patterns, stages)
+                except (DamagedError, StateMismatchError) as error:
                     touched = touched or (opened is not None and opened.touched)
+                    if isinstance(error, StateMismatchError) and not touched:
+                        raise
+                    last = error
                     warnings.append(str(error))
                     log.warning("DAMAGED: step %s cannot be restored: %s", candidate.key, error)
                     continue
@@ -940,8 +976,10 @@ class Checkpointer:
                         "key": candidate.key,
                         "tier": opened.tier,
                         "read_bytes": count,
+                        **{name: round(value, 6) for name, value in stages.items()},
                         "restore_seconds": round(seconds, 6),
                         "warnings": len(warnings),
+                        "reason": "; ".join(text.splitlines()[0] for text in warnings) or None,
                     }
                 )
                 return Restored(
@@ -982,13 +1020,27 @@ class Checkpointer:
         return open_step(self.run, step, self._layout)
 
     def _fill(
-        self, opened: OpenStep, state: Mapping[str, Any], strict: bool, cast: bool, patterns: list[str] | None
+        self,
+        opened: OpenStep,
+        state: Mapping[str, Any],
+        strict: bool,
+        cast: bool,
+        patterns: list[str] | None,
+        stages: dict[str, float],
     ) -> int:
+        mark = time.perf_counter()
         saved = opened.saved(allow_pickle=self._allow_pickle)
         plan = match(state, saved, strict=strict, cast=cast, names=patterns, allow_pickle=self._allow_pickle)
+        matched = time.perf_counter()
         count = opened.fill(plan.copies)
+        filled = time.perf_counter()
         opened.touched = True
         plan.finish()
+        stages |= {
+            "match_seconds": matched - mark,
+            "read_seconds": filled - matched,
+            "finish_seconds": time.perf_counter() - filled,
+        }
         if plan.skipped:
             shown = "".join(f"\n  {one}" for one in plan.skipped[:DIFFERENCES_LOGGED_MAX])
             log.warning("restored with %d differences passed over (strict=False):%s", len(plan.skipped), shown)
@@ -1056,17 +1108,18 @@ class Checkpointer:
             log.error("while closing: %s", failure)
 
     def _raise_once(self, handle: Save | None = None) -> None:
-        """With "raise": raise the oldest failure that was not raised yet (of `handle`, or of any save)."""
+        """With "raise": raise what was not raised yet (of `handle`, or of any save): the oldest, with the later ones
+        as its causes."""
+        if self._on_error == "warn":
+            return
         with self._lock:
             waiting = [h for h in self._unraised if handle is None or h is handle]
-            if not waiting:
-                return
-            if self._on_error == "warn":
-                return
-            first = waiting[0]
-            self._unraised.remove(first)
-        assert first.error is not None
-        raise first.error
+            self._unraised = [h for h in self._unraised if h not in waiting]
+        errors = list(dict.fromkeys(h.error for h in waiting if h.error is not None))
+        if errors:
+            for earlier, later in pairwise(errors):
+                earlier.__cause__ = earlier.__cause__ or later
+            raise errors[0]
 
     def _check_open(self) -> None:
         if self._closed:

@@ -74,7 +74,12 @@ class UnsupportedStateError(StepwellError, TypeError):
 
 
 class StateMismatchError(StepwellError, ValueError):
-    """The saved state and the given one differ; the text lists every difference. Nothing was changed."""
+    """The saved state and the given one differ. Nothing was changed.
+
+    The text shows the first differences, `differences` has them all.
+    """
+
+    differences: tuple[str, ...] = ()
 
 
 class StateClobbered(StepwellError, RuntimeError):

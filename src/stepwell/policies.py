@@ -219,7 +219,7 @@ class Overhead:
     def decide(self, moment: Moment) -> str | None:
         cost_seconds, passed_seconds = moment.save_cost_seconds, moment.since_save_seconds
         if cost_seconds is None:
-            return "the first save, to measure what one costs" if moment.last_saved_step is None else None
+            return "the first save, to measure what one costs" if moment.last_saved_seconds is None else None
         if passed_seconds <= 0 or cost_seconds > self.at_most * passed_seconds:
             return None
         return (

@@ -213,3 +213,14 @@ def test_files_have_the_users_umask(run: Path) -> None:
     wait_until(lambda: not agents_of(run))
     for path in run.rglob("*"):
         assert path.stat().st_mode & 0o777 == (0o750 if path.is_dir() else 0o640), path
+
+
+def test_the_agent_is_the_package_of_the_trainer_and_not_another_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = run.parent / "elsewhere" / "stepwell"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise RuntimeError('another stepwell, installed as well')\n")
+    monkeypatch.setenv("PYTHONPATH", str(other.parent))
+    with stepwell.Checkpointer(run, on_error="raise") as ckpt:
+        assert ckpt.save(1, state_of(1)).wait(timeout=60).committed

@@ -22,7 +22,7 @@ from tests.helpers import agents_of, wait_until
 import stepwell
 from stepwell.agent import client, server
 from stepwell.agent import protocol as p
-from stepwell.errors import PersistError, StepwellError
+from stepwell.errors import AgentError, PersistError, StepwellError
 from stepwell.restore import catalogue as catalogues
 from stepwell.testing.ops import CountingOps, Effect, FailingOps, FullDiskOps, RecordingOps, fails, os_error, read_only
 from stepwell.testing.powerloss import Recording, crash_states
@@ -285,10 +285,19 @@ def test_a_full_disk_fails_the_save_and_training_goes_on(mounted: Path, caplog: 
 
 
 def test_read_only_from_the_start_is_one_clear_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: trying again for half a minute would not help, and a person waits."""
+    starts = []
+    spawn = client.Client._spawn
+
+    def counting(self: client.Client, deadline: float) -> None:
+        starts.append(deadline)
+        spawn(self, deadline)
+
+    monkeypatch.setattr(client.Client, "_spawn", counting)
     monkeypatch.setenv("STEPWELL_FAULT", "read-only")
-    monkeypatch.setattr(client, "START_SECONDS_MAX", 3.0)
-    with pytest.raises((StepwellError, OSError), match="Read-only"):
+    with pytest.raises(AgentError, match="Read-only") as caught:
         stepwell.Checkpointer(run)
+    assert len(starts) == 1 and str(run) in str(caught.value)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

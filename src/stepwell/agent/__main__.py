@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 
+from stepwell.agent.client import CANNOT_START, READY_BYTES_MAX
 from stepwell.agent.place import place_of
 from stepwell.agent.server import run_agent
 from stepwell.errors import RunBusyError, StepwellError
+from stepwell.tiers.posix import is_permanent
 
 
 def main() -> int:
@@ -24,6 +27,8 @@ def main() -> int:
         logging.info("%s", error)  # another agent won the race: the trainer meets that one
     except (StepwellError, OSError) as error:
         logging.error("%s", error)
+        if arguments.ready_fd is not None and (is_permanent(error) or isinstance(error, StepwellError)):
+            os.write(arguments.ready_fd, CANNOT_START + str(error).encode(errors="replace")[:READY_BYTES_MAX])
         return 3
     return 0
 

@@ -27,11 +27,18 @@ START_SECONDS_MAX = 30.0
 ANSWER_SECONDS_MAX = 120.0
 BUSY_SECONDS_MAX = 15.0
 SEND_SECONDS_MAX = 20
-# The agent must be this very package, wherever the trainer found it; at the end of the path it can shadow nothing.
-_START = (
-    "import sys; sys.path.append(sys.argv.pop(1)); import runpy; runpy.run_module('stepwell.agent', None, '__main__')"
-)
-_SOURCE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+READY_BYTES_MAX = 2000
+CANNOT_START = b"0"  # what a starting agent says, before the reason in words, when another try cannot help
+# The agent must be this very package, wherever the trainer found it, and not another one that is installed as well.
+_START = """
+import importlib.util, runpy, sys
+folder = sys.argv.pop(1)
+spec = importlib.util.spec_from_file_location("stepwell", f"{folder}/__init__.py", submodule_search_locations=[folder])
+sys.modules["stepwell"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+runpy.run_module("stepwell.agent", None, "__main__")
+"""
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def as_error(refused: p.Refused) -> StepwellError:
@@ -40,6 +47,10 @@ def as_error(refused: p.Refused) -> StepwellError:
     if not (isinstance(kind, type) and issubclass(kind, StepwellError)):
         kind = StepwellError
     return kind(refused.what, where=refused.where, expected=refused.expected, found=refused.found, todo=refused.todo)
+
+
+class _CannotStartError(AgentError):
+    """Starting the agent again would end in the same way."""
 
 
 class Client:
@@ -80,6 +91,9 @@ class Client:
                 self.hang_up()
                 if time.monotonic() >= busy_until:
                     raise
+            except _CannotStartError:
+                self.hang_up()
+                raise
             except (AgentError, OSError) as error:
                 self.hang_up()
                 if time.monotonic() >= deadline:
@@ -116,7 +130,7 @@ class Client:
         try:
             with open(self.place.log, "ab") as output:
                 process = subprocess.Popen(
-                    [sys.executable, "-c", _START, _SOURCE, "--run", self.root, "--ready-fd", str(ready_write)],
+                    [sys.executable, "-c", _START, _PACKAGE, "--run", self.root, "--ready-fd", str(ready_write)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=output,  # never ours: an inherited pipe would keep the launcher waiting for ever
@@ -129,14 +143,23 @@ class Client:
         finally:
             os.close(ready_write)
         try:
-            select.select([ready], [], [], max(0.1, deadline - time.monotonic()))
-            if os.read(ready, 1) != b"1" and process.wait(timeout=5) != 0:
-                raise AgentError("the agent ended at its start", where=self.place.log, found=_last_line(self.place.log))
+            readable, _, _ = select.select([ready], [], [], max(0.1, deadline - time.monotonic()))
+            said = os.read(ready, READY_BYTES_MAX + 1) if readable else None
+            if said is not None and said.startswith(CANNOT_START):
+                raise _CannotStartError(
+                    "the agent could not be started",
+                    where=self.root,
+                    found=said[1:].decode(errors="replace"),
+                    todo=f"its log is {self.place.log}",
+                )
+            if said is None or (said != b"1" and process.wait(timeout=5) != 0):
+                words = "does not answer" if said is None else "ended at its start"
+                raise AgentError(f"the agent {words}", where=self.place.log, found=_last_line(self.place.log))
         except subprocess.TimeoutExpired:
             raise AgentError("the agent does not answer", where=self.place.log) from None
         finally:
             os.close(ready)
-        threading.Thread(target=process.wait, name="stepwell-reap", daemon=True).start()  # leaves no zombie
+            threading.Thread(target=process.wait, name="stepwell-reap", daemon=True).start()  # leaves no zombie
 
     def ask(
         self, message: p.AnyMessage, fds: tuple[int, ...] = (), timeout: float = ANSWER_SECONDS_MAX

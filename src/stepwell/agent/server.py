@@ -719,11 +719,15 @@ def _as_stepwell(error: BaseException, job: Job) -> StepwellError:
 
 
 def _command_of(pid: int) -> str:
+    """The program and its script or module, without the arguments: there may be a secret among them."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read(200).replace(b"\0", b" ").decode(errors="replace").strip()
+            parts = file.read(4096).decode(errors="replace").split("\0")
     except OSError:
         return "its command cannot be read"
+    script = next((index for index, part in enumerate(parts[1:], 1) if part and not part.startswith("-")), 1)
+    shown = parts[:1] if "-c" in parts[1:script] else [parts[0], *parts[script : script + 1]]
+    return " ".join(part[:200] for part in shown).strip()
 
 
 def _close_quietly(fd: int) -> None:

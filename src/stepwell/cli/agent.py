@@ -13,7 +13,7 @@ from stepwell.agent.observer import Observer, observe
 from stepwell.agent.place import place_of
 from stepwell.cli._output import console, count_of, json_option, print_facts, print_json
 from stepwell.cli._runs import in_words, run_argument
-from stepwell.errors import RunBusyError
+from stepwell.errors import RunBusyError, UsageError
 from stepwell.units import format_bytes
 
 STOP_SECONDS_MAX = 3600.0
@@ -37,6 +37,10 @@ def command(ctx: click.Context, run: str, what: Literal["service", "status", "st
     --status exits with 1 when no agent is running. --stop waits until it has ended.
     """
     if what == "service":
+        if as_json:
+            raise UsageError(
+                "--service has no answer that could be JSON", todo="ask it from elsewhere: --status --json"
+            )
         _serve(run)
         return
     observer = observe(run)

@@ -268,7 +268,12 @@ def _torch(opened: OpenStep, file: BinaryIO, patterns: Sequence[str], allow_pick
         ) from None
     chosen = list(patterns) or None
     saved = opened.saved(allow_pickle=allow_pickle)
-    tensors = read_tensors(opened, chosen, as_numpy=False)
+    sizes = opened.layout.sizes
+    total = sum(
+        int(sizes[i]) for i in opened.layout.stored if chosen is None or matches(opened.layout.names[i], chosen)
+    )
+    with progress("reading", total) as advance:
+        tensors = read_tensors(opened, chosen, as_numpy=False, progress=advance)
     state = rebuild(saved, tensors.__getitem__, names=chosen)
     losses = Losses()
     if saved.tree().about and (chosen is None or matches(RNG_NAME, chosen)):

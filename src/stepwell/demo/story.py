@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stepwell.cli._output import VERSION
 from stepwell.demo.compare import compare, read_state
 from stepwell.demo.show import Show
 from stepwell.demo.trainer import Kill, Trainer, agent_of, end_agent, module_command
@@ -178,6 +179,8 @@ def _tell(plan: Plan, show: Show, json: bool) -> int:
     seconds = time.monotonic() - started
     _conclude(plan, show, outcome, blocked_seconds, seconds)
     result = {
+        "format": "stepwell.demo",
+        "version": VERSION,
         "ok": outcome.ok,
         **asdict(outcome),
         "seconds": round(seconds, 3),

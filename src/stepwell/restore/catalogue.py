@@ -118,13 +118,16 @@ class Catalogue:
             )
         return candidates[-1]
 
+    def lineage_of(self, key: str | None) -> list[Step]:
+        """A step and the committed steps that it descends from, the nearest first."""
+        order = lineage(self.facts(), key, self.attempt_facts())
+        return [step for one in order if (step := self.by_key(one)) is not None]
+
     def fallbacks(self) -> list[Step]:
         """Steps in the order in which a restore tries them: the newest, its lineage, then the rest, newest first."""
-        facts = self.facts()
-        tip = self.newest.key if self.newest else None
-        order = lineage(facts, tip, self.attempt_facts())
-        rest = sorted((s for s in self.steps if s.key not in order), key=lambda s: (-s.attempt, -s.step))
-        chain = [step for key in order if (step := self.by_key(key)) is not None]
+        chain = self.lineage_of(self.newest.key if self.newest else None)
+        there = {step.key for step in chain}
+        rest = sorted((s for s in self.steps if s.key not in there), key=lambda s: (-s.attempt, -s.step))
         return chain + rest
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -48,8 +48,17 @@ def load(
         opened.close()
 
 
-def read_tensors(opened: OpenStep, patterns: list[str] | None, *, as_numpy: bool) -> dict[int, Any]:
-    """The stored tensors of a step whose name (or whose alias's name) matches, by index."""
+def read_tensors(
+    opened: OpenStep,
+    patterns: list[str] | None,
+    *,
+    as_numpy: bool,
+    progress: Callable[[int], None] | None = None,
+) -> dict[int, Any]:
+    """The stored tensors of a step whose name (or whose alias's name) matches, by index.
+
+    `progress` is called with bytes that were read and checked; in all they are at most the data bytes of the packs.
+    """
     layout = opened.layout
     wanted = {
         (i if alias < 0 else alias)
@@ -64,5 +73,5 @@ def read_tensors(opened: OpenStep, patterns: list[str] | None, *, as_numpy: bool
         room = np.empty(layout.specs[i].nbytes, dtype=np.uint8)
         rooms[i] = room
         copies.append(Copy(i, room.ctypes.data if room.size else 0, None))
-    opened.fill(copies)
+    opened.fill(copies, progress)
     return {i: from_bytes(layout.specs[i], room, as_numpy=as_numpy) for i, room in rooms.items()}

@@ -171,13 +171,15 @@ class Matcher:
             shown = self._problems[:_LISTED_MAX]
             more = len(self._problems) - len(shown)
             lines = "".join(f"\n    {problem}" for problem in shown)
-            raise StateMismatchError(
+            error = StateMismatchError(
                 f"the saved state and the given one differ in {len(self._problems)} places; nothing was changed"
                 + lines
-                + (f"\n    ... and {more} more" if more else ""),
+                + (f"\n    ... and {more} more; the error's `differences` has all of them" if more else ""),
                 todo="give the state the form it was saved with; or loosen with strict=False (missing and unexpected "
                 "names), cast=True (dtypes), names=... (only some of it)",
             )
+            error.differences = tuple(self._problems)
+            raise error
         self._copies.sort(key=lambda planned: planned.index)
         return RestorePlan(self._copies, self._skipped, self.actions, [self._held, self._written])
 
