@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -237,3 +238,17 @@ def test_the_second_trainer_is_named_without_its_arguments(run: Path) -> None:
             stepwell.Checkpointer(run)
         other.stdin.close()
     assert "train.py" in str(caught.value) and "s3cret" not in str(caught.value)
+
+
+def test_a_run_that_is_removed_under_way_begins_again_and_can_be_found(run: Path) -> None:
+    with stepwell.Checkpointer(run, on_error="raise") as ckpt:
+        ckpt.save(1, state_of(1)).wait(timeout=60)
+        shutil.rmtree(run)
+        assert ckpt.restore(state_of(0)) is None
+        for step in (2, 3):
+            assert ckpt.save(step, state_of(step)).wait(timeout=60).committed
+        live = state_of(0)
+        restored = ckpt.restore(live)
+        assert restored is not None and restored.step == 3
+        assert_is_step(live, 3)
+    assert_is_step(stepwell.load(run), 3)

@@ -31,7 +31,7 @@ from stepwell.agent.memory import make_slot
 from stepwell.agent.persist import WRITER, Order, Stages, persist, utc_now
 from stepwell.agent.place import Place, bound_sending, cgroup_of, peer_user
 from stepwell.agent.prune import Pruner
-from stepwell.errors import AgentError, DamagedError, LineageError, RunBusyError, StepwellError
+from stepwell.errors import AgentError, DamagedError, LineageError, NotARunError, RunBusyError, StepwellError
 from stepwell.flow.retain import plan_retention
 from stepwell.policies import Keep
 from stepwell.restore import catalogue as catalogues
@@ -89,6 +89,7 @@ class Job:
     telemetry: dict[str, float | int | str | bool | None]
     accepted_seconds: float
     queue_depth: int
+    document: AttemptDocument
 
 
 class Server:
@@ -462,11 +463,18 @@ class Server:
                 dict(message.telemetry),
                 time.perf_counter(),
                 message.queue_depth,
+                self.attempt,
             )
         )
 
     def _memory(self, peer: Connection, message: p.AskMemory) -> None:
-        newest = catalogues.read(self.root).newest
+        try:
+            newest = catalogues.read(self.root).newest
+        except NotARunError:  # somebody has removed the run
+            newest = None
+        except (StepwellError, OSError) as error:
+            self._refuse(peer, message, error)
+            return
         held = {slot.holds: slot for slot in self.slots.values() if slot.holds}
         slot = held.get(newest.key) if newest else None
         if slot is None or slot.holds is None:
@@ -612,6 +620,19 @@ class Persister(threading.Thread):
             if removed:
                 log.info("pruned %s", ", ".join(removed))
 
+    def _restore_documents(self, job: Job) -> None:
+        """Publish the run's and the attempt's document again where somebody has removed them under way: without them
+        no step that is committed from now on could be found."""
+        tier, known = self.tier, job.document
+        if os.path.lexists(tier.path(names.ATTEMPTS, names.attempt_file(known.attempt))):
+            return
+        log.warning("the run's documents are gone, somebody has removed them: they are written again")
+        tier.make_folders(tier.path(names.ATTEMPTS))
+        run = RunDocument(run=self.server.run, created=utc_now(), writer=WRITER)
+        if not os.path.lexists(tier.path(names.RUN_FILE)):
+            tier.publish(tier.path(names.RUN_FILE), encode(run))
+        tier.publish(tier.path(names.ATTEMPTS, names.attempt_file(known.attempt)), encode(known))
+
     def _commit(self, job: Job) -> bool:
         """Persist and commit, with retries; the server is told how it ended. True when it is committed."""
         attempt = job.order.attempt
@@ -621,6 +642,7 @@ class Persister(threading.Thread):
         retries = 0
         while True:
             try:
+                self._restore_documents(job)
                 manifest = persist(self.tier, order, job.layout, job.slot.view, self.workers, stages)
                 break
             except Exception as error:
