@@ -64,6 +64,11 @@ with stepwell.Checkpointer(Path(sys.argv[1]), on_error="raise") as ckpt:
 """
 
 
+def holdings(agent: psutil.Process) -> tuple[int, int, int, int]:
+    """Slots held, slots mapped, descriptors and threads of an agent."""
+    return len(slot_files(agent.pid)), slot_maps(agent.pid), agent.num_fds(), agent.num_threads()
+
+
 def test_an_agent_whose_trainers_are_killed_again_and_again(run: Path) -> None:
     """The agent keeps the slots of the trainer that died for the next one to restore from, and no older ones."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -74,12 +79,11 @@ def test_an_agent_whose_trainers_are_killed_again_and_again(run: Path) -> None:
         assert done.returncode == -signal.SIGKILL, done.stderr
         (agent,) = agents_of(run)
         agents.add(agent.pid)
-        # It may still prune, with a file or a folder open now and then.
         wait_until(lambda: not (status := status_of(str(run))) or not status.pending)
-        fds = min(agent.num_fds() for _ in range(100))
-        sizes.append((len(slot_files(agent.pid)), slot_maps(agent.pid), fds, agent.num_threads()))
+        if len(sizes) >= 2:  # it may still prune, or part from who just asked: what counts is that it comes back down
+            wait_until(lambda: holdings(agent) <= sizes[1])  # noqa: B023  used at once
+        sizes.append(holdings(agent))
     assert len(agents) == 1, "each trainer met the agent that was there"
-    assert sizes[-1] <= sizes[1], sizes
     assert sizes[-1][0] <= 4
 
 
