@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stepwell.agent.server import Persister
+from stepwell.agent.persister import Persister
 
 
 def test_who_waits_for_accepted_saves_does_not_wait_for_pruning(monkeypatch: pytest.MonkeyPatch) -> None:
