@@ -43,6 +43,12 @@ def test_no_agent(command: Command, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_service_has_no_json(command: Command, tmp_path: Path) -> None:
+    outcome = command("agent", "--service", tmp_path / "run", "--json")
+    assert outcome.code == 2 and "--status --json" in outcome.err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_service_outlives_its_trainer_and_ends_when_told(command: Command, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with service(run) as process:

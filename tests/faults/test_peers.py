@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.helpers import agents_of, assert_is_step, state_of, wait_until
 
@@ -19,6 +21,8 @@ from stepwell.agent import client
 from stepwell.agent import protocol as p
 from stepwell.agent.place import place_of, runtime_folder
 from stepwell.errors import AgentError, RunBusyError
+
+PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP = 28, 4
 
 HANGING = """
 import sys, time, stepwell
@@ -123,6 +127,42 @@ def test_a_service_of_another_version_is_named(run: Path, monkeypatch: pytest.Mo
     finally:
         old.kill()
         old.wait()
+
+
+def test_a_trainer_of_a_later_version_is_refused_in_words(run: Path) -> None:
+    """Its greeting has grown at the end; this agent reads the part that it knows."""
+    with stepwell.Checkpointer(run):
+        greeting = msgspec.to_builtins(p.Hello(p.VERSION + 1, os.getpid(), "later", request=5))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as later:
+            later.connect(place_of(str(run)).socket)
+            later.settimeout(20)
+            later.send(msgspec.msgpack.encode([*greeting, "a field of later", {"another": 1}]))
+            received = p.receive(later)
+    assert received is not None and isinstance(received[0], p.Refused)
+    assert "another version" in received[0].what and received[0].request == 5
+
+
+def test_another_user_is_turned_away(run: Path) -> None:
+    """Even one that can reach the socket: the kernel says who it is."""
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    with stepwell.Checkpointer(run) as ckpt:
+        place = place_of(str(run)).socket
+        child = os.fork()
+        if child == 0:  # somebody else, who keeps root's right to pass every folder
+            ctypes.CDLL(None).prctl(PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP)
+            os.seteuid(65534)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+                stranger.connect(place)
+                stranger.settimeout(20)
+                try:
+                    p.send(stranger, p.Hello(p.VERSION, os.getpid(), "stranger", observer=True, request=1))
+                    answered = bool(stranger.recv(1 << 16))
+                except OSError:
+                    answered = False
+            os._exit(3 if answered else 0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert ckpt.save(1, state_of(1)).wait(timeout=60).committed
 
 
 def test_an_agent_that_dies_while_it_greets(run: Path) -> None:

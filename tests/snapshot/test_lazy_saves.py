@@ -37,6 +37,7 @@ def warmed_up(run: Path, trainer: Trainer, **options: Any) -> stepwell.Checkpoin
         trainer.step()
         save.wait(timeout=60)
         assert save._lazy is None, "an audited save is eager"
+        assert save.blocked_seconds > save.timings["audit_seconds"] > 0, "the comparison is time that was lost"
     return ckpt
 
 

@@ -1,6 +1,7 @@
 """What trainer and agent say to each other: one message per packet of a Unix SOCK_SEQPACKET socket, in msgpack.
 
-The kernel keeps the messages apart; descriptors travel beside them with SCM_RIGHTS.
+The kernel keeps the messages apart; descriptors travel beside them with SCM_RIGHTS. `Hello`, `Welcome` and `Refused`
+only ever grow at their end: so any two versions can read each other's greeting, and refuse each other in words.
 """
 
 from __future__ import annotations

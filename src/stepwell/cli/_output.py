@@ -204,3 +204,13 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console(to_stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total_bytes)
         yield lambda done: bar.advance(task, done)
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """A moving sign on stderr, when that is a terminal, while work goes on whose length is not known."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with console(to_stderr=True).status(what):
+        yield

@@ -18,7 +18,7 @@ from stepwell.agent.observer import Observer, observe, take_lock
 from stepwell.agent.place import place_of
 from stepwell.agent.prune import LOCAL_FILESYSTEMS, NETWORK_GRACE_SECONDS, Pruner
 from stepwell.cli._leftovers import Leftover, find_leftovers, remove_leftovers
-from stepwell.cli._output import Column, Row, console, count_of, json_option, print_json, print_table
+from stepwell.cli._output import Column, Row, busy, console, count_of, json_option, print_json, print_table
 from stepwell.cli._runs import open_run, run_argument, short_key
 from stepwell.errors import RunBusyError, StepwellError, UsageError
 from stepwell.flow.retain import RetentionPlan, plan_retention
@@ -91,10 +91,11 @@ def command(
         if not yes:
             _ask(plan, leftovers if agent is None else [])
         if agent is not None:
-            with agent:
+            with agent, busy("the running agent removes ..."):
                 done = _through_agent(agent, keep, plan)
         else:
-            done = _by_hand(catalogue, keep, plan)
+            with busy("removing ..."):
+                done = _by_hand(catalogue, keep, plan)
     if as_json:
         print_json("prune", _document(catalogue, keep, plan, leftovers, done, dry_run))
     elif done is not None:
