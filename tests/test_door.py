@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.helpers import assert_is_step, flip_byte, pack_of, state_of
+from tests.helpers import agents_of, assert_is_step, flip_byte, pack_of, state_of, wait_until
 
 import stepwell
-from stepwell.errors import PersistError, StateClobbered, StateMismatchError, UsageError
+from stepwell.errors import AgentError, PersistError, RunBusyError, StateClobbered, StateMismatchError, UsageError
 
 FALLING_THEN_FLAT = [3.0, 2.0, 2.5, 1.0, 1.0, 1.0, 1.0, 1.0]
 
@@ -210,6 +212,7 @@ def test_the_reason_of_a_save_and_the_stages_of_a_restore_are_in_the_telemetry(r
         assert save is not None
         save.wait(timeout=60)
         ckpt.restore(state_of(0))
+    wait_until(lambda: not agents_of(run))  # the last lines are written while the agent ends
     lines = [json.loads(line) for line in (run / "telemetry/node00000.jsonl").read_text().splitlines()]
     saved = next(line for line in lines if line["event"] == "save")
     restored = next(line for line in lines if line["event"] == "restore")
@@ -252,3 +255,85 @@ def test_a_run_that_is_removed_under_way_begins_again_and_can_be_found(run: Path
         assert restored is not None and restored.step == 3
         assert_is_step(live, 3)
     assert_is_step(stepwell.load(run), 3)
+
+
+# What is handed in
+
+
+@pytest.mark.parametrize("step", [np.int64(7), np.uint8(7), np.array(7)], ids=lambda value: type(value).__name__)
+def test_steps_that_count_as_whole_numbers(run: Path, step: Any) -> None:
+    with stepwell.Checkpointer(run, on_error="raise", save_when=stepwell.Every(steps=2)) as ckpt:
+        save = ckpt.save(step, state_of(7))
+        assert type(save.step) is int and save.wait(timeout=60).key == "000000000007-0001"
+        assert ckpt.due(step) is False
+        restored = ckpt.restore(state_of(0), step=step)
+        assert restored is not None and restored.step == 7
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.0, "3", None, float("nan"), 10**12])
+def test_steps_that_do_not(run: Path, step: Any) -> None:
+    with stepwell.Checkpointer(run, save_when=stepwell.Every(steps=1)) as ckpt:
+        for ask in (ckpt.save, ckpt.save_if_due):
+            with pytest.raises(UsageError, match="whole number"):
+                ask(step, state_of(1))
+        with pytest.raises(UsageError, match="whole number"):
+            ckpt.due(step)
+        assert ckpt.counters.saves == 0
+
+
+@pytest.mark.parametrize("state", [[], None, np.ones(1), (1, 2)], ids=lambda value: type(value).__name__)
+def test_a_state_that_is_no_dict_is_refused_everywhere(run: Path, state: Any) -> None:
+    with stepwell.Checkpointer(run) as ckpt:
+        for ask in (lambda: ckpt.save(1, state), lambda: ckpt.restore(state), lambda: ckpt.prepare(state)):
+            with pytest.raises(TypeError, match="not a dict"):
+                ask()
+
+
+@pytest.mark.parametrize("metrics", [[("loss", 1)], {"loss": "low"}, {"loss": None}, {"loss": np.ones(3)}])
+def test_metrics_that_are_no_numbers_are_refused_and_named(run: Path, metrics: Any) -> None:
+    with stepwell.Checkpointer(run) as ckpt, pytest.raises(UsageError, match="metric"):
+        ckpt.save(1, state_of(1), metrics=metrics)
+
+
+@pytest.mark.parametrize("kind", ["spaces and é\U0001f600'\"", "a\nline", "bytes"])
+def test_runs_with_odd_names(tmp_path: Path, kind: str) -> None:
+    folder: Any = os.fsencode(tmp_path) + b"/\xff\xfe" if kind == "bytes" else tmp_path / kind
+    with stepwell.Checkpointer(folder, on_error="raise") as ckpt:
+        ckpt.save(1, state_of(1)).wait(timeout=60)
+        assert [step.step for step in ckpt.steps()] == [1]
+    assert os.path.isdir(folder)
+
+
+@pytest.mark.parametrize("folder", ["", "a\0b"])
+def test_what_cannot_be_a_folder(folder: str) -> None:
+    with pytest.raises(UsageError, match="a run is a folder"):
+        stepwell.Checkpointer(folder)
+
+
+def test_a_file_in_the_place_of_the_run_is_said_at_once(run: Path) -> None:
+    run.write_text("a file\n")
+    with pytest.raises(AgentError, match="File exists") as caught:
+        stepwell.Checkpointer(run)
+    assert type(caught.value) is AgentError
+    assert run.read_text() == "a file\n"
+
+
+def test_the_same_run_twice_in_one_process(run: Path) -> None:
+    """As when a notebook cell is run again: said at once, and the first one goes on."""
+    with stepwell.Checkpointer(run, on_error="raise") as ckpt:
+        with pytest.raises(RunBusyError, match=r"close\(\)"):
+            stepwell.Checkpointer(run)
+        (run.parent / "link").symlink_to(run)
+        with pytest.raises(RunBusyError, match=r"close\(\)"):
+            stepwell.Checkpointer(run.parent / "link")
+        ckpt.save(1, state_of(1)).wait(timeout=60)
+    with stepwell.Checkpointer(run) as ckpt:
+        assert ckpt.restore(state_of(0)) is not None
+
+
+def test_a_clock_that_is_set_back_changes_no_duration(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with stepwell.Checkpointer(run, on_error="raise") as ckpt:
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now - 1e6)
+        save = ckpt.save(1, state_of(1)).wait(timeout=60)
+    assert save.durable_seconds is not None and save.blocked_seconds < save.durable_seconds < 1e5

@@ -26,10 +26,12 @@ from stepwell.errors import (
     AgentError,
     DamagedError,
     NotARunError,
+    RunBusyError,
     SlotMemoryError,
     StateClobbered,
     StateMismatchError,
     StepwellError,
+    UnsupportedStateError,
     UsageError,
     WaitTimeout,
 )
@@ -94,7 +96,8 @@ class Checkpointer:
         _check_choice("on_error", on_error, ("warn", "raise"))
         if not isinstance(slots, int) or not 1 <= slots <= 64:
             raise UsageError("slots is a small whole number", expected="1 to 64", found=slots)
-        self.run = os.path.abspath(os.fspath(run))
+        self.run = _run_folder(run)
+        _check_not_open_here(self.run)
         self.counters = Counters()
         self.last_save: Save | None = None
         self._slot_count, self._when_full, self._on_error = slots, when_full, on_error
@@ -147,11 +150,11 @@ class Checkpointer:
         stored, `LineageError` for a first save into a run that has steps, `SlotMemoryError` when a slot does not fit
         (with `on_error="raise"`; else the handle is skipped), and earlier failures with `on_error="raise"`.
         """
-        return self._save(step, state, _clean_metrics(metrics), None)
+        return self._save(names.step_number(step), state, _clean_metrics(metrics), None)
 
     def _save(self, step: int, state: Mapping[str, Any], metrics: dict[str, float], reason: str | None) -> Save:
         self._check_open()
-        names.step_key(step, 0)
+        _check_state(state)
         self._raise_once()
         before = self._saved_steps.get(step)
         if before is not None and before.error is None and not before.skipped:
@@ -202,7 +205,7 @@ class Checkpointer:
                 layout=layout.hash,
                 values_bytes=len(values),
                 metrics=metrics_to_json(metrics),
-                entered_wall_seconds=handle._entered_wall_seconds,
+                entered_seconds=handle._entered_seconds,
                 queue_depth=len(self._pending),
                 telemetry={},
             )
@@ -211,7 +214,7 @@ class Checkpointer:
             self._free_slot(slot)
             raise
         handle.stages["copy_seconds"] = time.perf_counter() - mark
-        handle._blocked_seconds = time.perf_counter() - handle._entered_seconds
+        handle._blocked_seconds = time.monotonic() - handle._entered_seconds
         self.counters.saves += 1
         if lazy is None:
             self._accept(handle)
@@ -358,6 +361,7 @@ class Checkpointer:
         on; a failure is in its `error` and in the log, and the first save makes the slots itself then.
         """
         self._check_open()
+        _check_state(state)
         preparation = Preparation()
         flat = flatten(state, allow_pickle=self._allow_pickle, previous=self._flat)
         values = encode_values(flat.values, allow_pickle=self._allow_pickle)
@@ -435,7 +439,7 @@ class Checkpointer:
                     return None
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    waited = format_seconds(time.perf_counter() - handle._entered_seconds)
+                    waited = format_seconds(time.monotonic() - handle._entered_seconds)
                     self._skip(handle, f"no slot became free within {waited}: the storage is slower than the saves")
                     return None
                 self._lock.wait(min(left, SIGNAL_LOOK_SECONDS))
@@ -462,7 +466,7 @@ class Checkpointer:
 
     def _skip(self, handle: Save, reason: str) -> None:
         handle.skipped, handle.reason = True, reason
-        handle._blocked_seconds = time.perf_counter() - handle._entered_seconds
+        handle._blocked_seconds = time.monotonic() - handle._entered_seconds
         handle._snapshot.set()
         handle._done.set()
         self.counters.skipped += 1
@@ -535,7 +539,7 @@ class Checkpointer:
             if handle is not None:
                 stages = {
                     **message.stages,
-                    "durable_seconds": message.durable_wall_seconds - handle._entered_wall_seconds,
+                    "durable_seconds": message.durable_seconds,
                 }
                 handle.retries = message.retries
                 self._settle(handle, None, stages)
@@ -660,13 +664,13 @@ class Checkpointer:
         With several ranks only rank 0 decides, and announces a step that all ranks reach; in one process the
         announcement is immediate.
         """
-        return self._decide(step, _clean_metrics(metrics)) is not None
+        return self._decide(names.step_number(step), _clean_metrics(metrics)) is not None
 
     def save_if_due(
         self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None
     ) -> Save | None:
         """`save()` when the policy wants it, else None. Call it once per step with the step's metrics."""
-        clean = _clean_metrics(metrics)
+        step, clean = names.step_number(step), _clean_metrics(metrics)
         reason = self._decide(step, clean)
         if reason is None:
             return None
@@ -747,6 +751,7 @@ class Checkpointer:
         anything is changed; `strict=False`, `cast=True` and `names="model.*"` loosen it.
         """
         self._check_open()
+        _check_state(state)
         self._audit = None  # its tensors are about to change
         self._finish_lazy()
         begin = time.perf_counter()
@@ -1019,8 +1024,39 @@ def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise UsageError(f"{name} cannot be {value!r}", expected=" or ".join(map(repr, allowed)), found=repr(value))
 
 
+def _check_state(state: object) -> None:
+    """Refuse anything but a dict: only a dict can be given back what was saved under each of its names."""
+    if not isinstance(state, dict):
+        raise UnsupportedStateError(
+            "the state is not a dict",
+            expected='a dict of what to save, as in {"model": model, "optim": optimizer}',
+            found=type(state).__name__,
+        )
+
+
+def _run_folder(run: str | bytes | os.PathLike[str]) -> str:
+    """The absolute path of a run's folder. Raises `UsageError` for what cannot be one."""
+    folder = os.fsdecode(os.fspath(run))
+    if not folder or "\0" in folder:
+        raise UsageError("a run is a folder", expected="its path", found=repr(folder))
+    return os.path.abspath(folder)
+
+
+def _check_not_open_here(run: str) -> None:
+    """A notebook cell that is run again makes a second checkpointer while the first is still there."""
+    for other in list(_open_checkpointers):
+        if os.path.realpath(other.run) == os.path.realpath(run):
+            raise RunBusyError(
+                "this process has the run open already, in another Checkpointer",
+                where=run,
+                todo="close() that one first, or use it",
+            )
+
+
 def _clean_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     """Metrics as plain floats; a tensor of one element counts as a number."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise UsageError("metrics are a dict of numbers", expected='as in {"loss": 0.25}', found=repr(metrics)[:80])
     clean = {}
     for name, value in (metrics or {}).items():
         try:

@@ -44,8 +44,7 @@ class Save:
         self._order: p.Persist | None = None
         self._slot: Slot | None = None
         self._layout: Layout | None = None
-        self._entered_wall_seconds = time.time()
-        self._entered_seconds = time.perf_counter()
+        self._entered_seconds = time.monotonic()
         if skipped:
             self._snapshot.set()
             self._done.set()

@@ -20,7 +20,7 @@ from tests.crash.promises import leftovers, violations
 from tests.helpers import agents_of, wait_until
 
 import stepwell
-from stepwell.agent import client, server
+from stepwell.agent import client, persister
 from stepwell.agent import protocol as p
 from stepwell.errors import AgentError, PersistError, StepwellError
 from stepwell.restore import catalogue as catalogues
@@ -61,8 +61,8 @@ def folder() -> Iterator[Path]:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries without waiting in between, and without a line in the log for each of some hundred."""
-    monkeypatch.setattr(server.log, "disabled", True)
-    monkeypatch.setattr(server, "RETRY_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(persister.log, "disabled", True)
+    monkeypatch.setattr(persister, "RETRY_SECONDS", (0.0, 0.0))
 
 
 def bytes_of_a_save(folder: Path) -> int:

@@ -91,9 +91,9 @@ class Client:
                 self.hang_up()
                 if time.monotonic() >= busy_until:
                     raise
-            except _CannotStartError:
+            except _CannotStartError as error:
                 self.hang_up()
-                raise
+                raise AgentError(error.what, where=error.where, found=error.found, todo=error.todo) from None
             except (AgentError, OSError) as error:
                 self.hang_up()
                 if time.monotonic() >= deadline:

@@ -35,7 +35,7 @@ class Order:
     parent: str | None
     values_bytes: int
     metrics: dict[str, float | str]
-    entered_wall_seconds: float
+    entered_seconds: float
 
 
 @dataclass
@@ -196,7 +196,7 @@ def _manifest(order: Order, layout: Layout, references: list[PackReference]) -> 
         values_bytes=order.values_bytes,
         metrics=order.metrics,
         created=utc_now(),
-        durable_seconds=round(time.time() - order.entered_wall_seconds, 6),
+        durable_seconds=round(time.monotonic() - order.entered_seconds, 6),
         writer=WRITER,
     )
 

@@ -242,7 +242,7 @@ class Persister(threading.Thread):
                     "rank": 0,
                     **job.telemetry,
                     **{name: round(value, 6) for name, value in stages.seconds.items()},
-                    "durable_seconds": None if error else round(time.time() - job.order.entered_wall_seconds, 6),
+                    "durable_seconds": None if error else round(time.monotonic() - job.order.entered_seconds, 6),
                     "state_bytes": job.layout.data_bytes,
                     "written_bytes": stages.written_bytes,
                     "file_count": stages.file_count,

@@ -83,7 +83,10 @@ class Begin(Message, frozen=True):
 
 
 class Persist(Message, frozen=True):
-    """The snapshot in this slot is complete: from here on the save is accepted and survives the trainer."""
+    """The snapshot in this slot is complete: from here on the save is accepted and survives the trainer.
+
+    `entered_seconds` is when `save()` was entered, by CLOCK_MONOTONIC: it is the same for all processes of a machine.
+    """
 
     save: str
     step: int
@@ -91,7 +94,7 @@ class Persist(Message, frozen=True):
     layout: str
     values_bytes: int
     metrics: dict[str, float | str]
-    entered_wall_seconds: float
+    entered_seconds: float
     queue_depth: int
     telemetry: dict[str, float | int | str | bool | None]
 
@@ -174,11 +177,11 @@ class SlotMade(Message, frozen=True):
 
 
 class Committed(Message, frozen=True):
-    """The save is durable on tier 0. Seconds are of each stage."""
+    """The save is durable on tier 0, `durable_seconds` after `save()` was entered. `stages` has the seconds of each."""
 
     save: str
     key: str
-    durable_wall_seconds: float
+    durable_seconds: float
     stages: dict[str, float]
     retries: int
 

@@ -413,7 +413,7 @@ class Server:
             parent=None,  # set when its turn comes: by then the step before it is committed or given up
             values_bytes=message.values_bytes,
             metrics=message.metrics,
-            entered_wall_seconds=message.entered_wall_seconds,
+            entered_seconds=message.entered_seconds,
         )
         hello = peer.hello
         keep = Keep(last=hello.keep_last, every=hello.keep_every, best=hello.keep_best)  # type: ignore[arg-type]
@@ -478,7 +478,12 @@ class Server:
         job.slot.holds, job.slot.layout = job.order.key, job.layout.hash
         peer = self._trainer()
         if peer:
-            self._say(peer, p.Committed(job.order.identity, job.order.key, time.time(), stages, retries))
+            self._say(
+                peer,
+                p.Committed(
+                    job.order.identity, job.order.key, time.monotonic() - job.order.entered_seconds, stages, retries
+                ),
+            )
 
     def failed(self, job: Job, error: BaseException, retries: int) -> None:
         peer = self._trainer()

@@ -104,7 +104,7 @@ class Catalogue:
             candidates = [found] if found else []
         else:
             try:
-                number = int(step)
+                number = int(step) if isinstance(step, str) else names.step_number(step)
             except ValueError:
                 raise UsageError(
                     "not a step", expected="a number or a key like 000000001000-0003", found=step

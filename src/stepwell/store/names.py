@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 
 from stepwell.errors import UsageError
@@ -25,10 +26,22 @@ _PIN = re.compile(r"pin-[0-9a-f]{16}")
 
 
 def step_key(step: int, attempt: int) -> str:
-    """The name of a step's folder. Raises `UsageError` for a step outside 0 … 10¹² - 1."""
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= STEP_MAX:
+    """The name of a step's folder. Raises `UsageError` for what `step_number` does not take."""
+    return f"{step_number(step):012d}-{attempt:04d}"
+
+
+def step_number(step: object) -> int:
+    """A step as a plain int: numpy's integers and torch's tensors of one integer count, truth values do not.
+
+    Raises `UsageError` for anything but a whole number in 0 … 10¹² - 1.
+    """
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number <= STEP_MAX:
         raise UsageError("a step is a whole number", expected=f"0 to {STEP_MAX}", found=repr(step))
-    return f"{step:012d}-{attempt:04d}"
+    return number
 
 
 def parse_step_key(name: str) -> tuple[int, int] | None:

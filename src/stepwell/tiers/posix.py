@@ -178,4 +178,5 @@ def is_permanent(error: BaseException) -> bool:
     """True when trying again cannot help until a person changes something."""
     return isinstance(error, OSError) and error.errno in {
         errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP,
+        errno.EEXIST,
     }  # fmt: skip
