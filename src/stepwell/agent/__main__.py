@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -27,8 +28,12 @@ def main() -> int:
         logging.info("%s", error)  # another agent won the race: the trainer meets that one
     except (StepwellError, OSError) as error:
         logging.error("%s", error)
-        if arguments.ready_fd is not None and (is_permanent(error) or isinstance(error, StepwellError)):
-            os.write(arguments.ready_fd, CANNOT_START + str(error).encode(errors="replace")[:READY_BYTES_MAX])
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if arguments.ready_fd is not None and (full or is_permanent(error) or isinstance(error, StepwellError)):
+            text = str(error)
+            if isinstance(error, OSError) and not isinstance(error, StepwellError):
+                text = ": ".join(filter(None, [os.strerror(error.errno or 0), error.filename]))
+            os.write(arguments.ready_fd, CANNOT_START + text.encode(errors="replace")[:READY_BYTES_MAX])
         return 3
     return 0
 

@@ -150,7 +150,7 @@ class Client:
                     "the agent could not be started",
                     where=self.root,
                     found=said[1:].decode(errors="replace"),
-                    todo=f"its log is {self.place.log}",
+                    todo=f"mend that; stepwell.load() reads a run without an agent (whose log is {self.place.log})",
                 )
             if said is None or (said != b"1" and process.wait(timeout=5) != 0):
                 words = "does not answer" if said is None else "ended at its start"

@@ -28,6 +28,7 @@ from stepwell.store import names
 from stepwell.store.layout import Layout
 from stepwell.store.manifest import AttemptDocument, RunDocument, encode
 from stepwell.tiers.posix import is_permanent
+from stepwell.units import format_bytes
 
 if TYPE_CHECKING:
     from stepwell.agent.server import Connection, Server
@@ -269,17 +270,18 @@ def refusal(error: StepwellError, request: int = 0) -> p.Refused:
     return p.Refused(type(error).__name__, error.what, where, expected, found, todo, request)
 
 
-def as_stepwell(error: BaseException, job: Job) -> StepwellError:
+def as_stepwell(error: BaseException, job: Job, root: str) -> StepwellError:
     """The error that a trainer can be told, with what to do about it."""
     if isinstance(error, StepwellError):
         return error
+    folder = os.path.join(root, names.STEPS, job.order.key)
     if not isinstance(error, OSError):
-        return errors.PersistError(f"the agent failed: {error!r}", where=job.order.key, todo="report this as a bug")
+        return errors.PersistError(f"the agent failed: {error!r}", where=folder, todo="report this as a bug")
     found, todo = f"{os.strerror(error.errno or 0)} (errno {error.errno})", None
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        todo = f"free at least {job.layout.data_bytes} bytes there, or keep fewer steps (stepwell prune)"
+        todo = f"free at least {format_bytes(job.layout.data_bytes)} there, or keep fewer steps (stepwell prune)"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         todo = "make the folder writable for this user"
     return errors.PersistError(
-        f"step {job.order.step} could not be saved", where=error.filename or job.order.key, found=found, todo=todo
+        f"step {job.order.step} could not be saved", where=error.filename or folder, found=found, todo=todo
     )

@@ -489,7 +489,7 @@ class Server:
         peer = self._trainer()
         if peer:
             code = error.errno if isinstance(error, OSError) else None
-            self._say(peer, p.Failed(job.order.identity, refusal(as_stepwell(error, job)), code, retries))
+            self._say(peer, p.Failed(job.order.identity, refusal(as_stepwell(error, job, self.root)), code, retries))
 
 
 def _command_of(pid: int) -> str:
