@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from stepwell.agent import memory
 from stepwell.agent.memory import make_slot, require, room
 from stepwell.errors import SlotMemoryError
 
@@ -119,3 +120,10 @@ def test_require_shows_the_sum() -> None:
     text = str(caught.value)
     assert "PB" in text or "TB" in text
     assert "headroom" in text and "available of" in text and "what to do" in text
+
+
+def test_a_limit_on_files_holds_for_slots_too_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda which: (4096, 4096))
+    with pytest.raises(SlotMemoryError, match="ulimit -f"):
+        make_slot(8192, touch=False)
+    os.close(make_slot(4096, touch=True))

@@ -31,20 +31,27 @@ PLANS = {
     "rollback-after": (Plan("after", "same", first=1, stride=2, **ROLLBACK), 50),  # type: ignore[arg-type]
 }
 LONG_STORY = {"steps": tuple(range(0, 18, 2)), "wide_from": 8, "keep_every": 6}
+# The same for the long suite, per story and by whether writes are torn: 4 614 together, so that with those above and
+# those of test_kill_processes.py there are more than 5 000.
+STORIES: dict[str, tuple[str, dict[str, object], int, int]] = {
+    "simple": ("", {}, 44, 6),
+    "poor": (POOR, {}, 50, 15),
+    "rollback": ("", ROLLBACK, 34, 4),
+    "rollback-poor": (POOR, ROLLBACK, 40, 12),
+    "long": ("", LONG_STORY, 79, 11),
+    "long-poor": (POOR, LONG_STORY, 97, 33),
+}
 LONG_PLANS = {
-    f"{moment}-{heir}-{name}-{first}": Plan(moment, heir, faults, first=first, stride=3, **story)  # type: ignore[arg-type]
+    f"{moment}-{heir}-{name}-{first}": (
+        Plan(moment, heir, faults, first=first, stride=3, **story),  # type: ignore[arg-type]
+        torn_min if moment == "torn" else kills_min,
+    )
     for moment in ("before", "after", "torn")
     for heir in ("same", "new")
     for first in range(3)
-    for name, faults, story in (
-        ("simple", "", {}),
-        ("poor", POOR, {}),
-        ("rollback", "", ROLLBACK),
-        ("rollback-poor", POOR, ROLLBACK),
-        ("long", "", LONG_STORY),
-        ("long-poor", POOR, LONG_STORY),
-    )
+    for name, (faults, story, kills_min, torn_min) in STORIES.items()
 }
+KILLS_MIN = 5000
 
 
 def carry_out(plan: Plan, folder: Path) -> int:
@@ -69,4 +76,11 @@ def test_killing_the_agent_at_every_effect(tmp_path: Path, name: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", LONG_PLANS)
 def test_killing_the_agent_at_every_effect_of_longer_stories(tmp_path: Path, name: str) -> None:
-    assert carry_out(LONG_PLANS[name], tmp_path) >= 4
+    plan, kills_min = LONG_PLANS[name]
+    assert carry_out(plan, tmp_path) >= kills_min
+
+
+def test_the_least_numbers_come_to_what_is_claimed() -> None:
+    normal = sum(kills_min for _, kills_min in PLANS.values())
+    assert normal >= 450
+    assert normal + sum(kills_min for _, kills_min in LONG_PLANS.values()) >= KILLS_MIN

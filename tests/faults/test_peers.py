@@ -243,6 +243,23 @@ def test_a_runtime_folder_that_others_may_enter_is_refused(
         base.rmdir()
 
 
+@pytest.mark.parametrize("base", ["/proc", "/nonexistent", "relative", "/dev/null"])
+def test_a_runtime_folder_that_cannot_be_used_is_passed_over(
+    run: Path, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", base)
+    with stepwell.Checkpointer(run, on_error="raise") as ckpt:
+        assert place_of(str(run)).socket.startswith(f"/tmp/stepwell-{os.getuid()}/")
+        assert ckpt.save(1, state_of(1)).wait(timeout=60).committed
+
+
+def test_a_python_that_cannot_be_started_is_said_at_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(run.parent / "no-python"))
+    monkeypatch.setattr(client, "START_SECONDS_MAX", 1e6)  # it would not end by itself
+    with pytest.raises(AgentError, match="No such file"):
+        stepwell.Checkpointer(run)
+
+
 def test_files_have_the_users_umask(run: Path) -> None:
     before = os.umask(0o027)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
@@ -128,7 +129,7 @@ class Client:
     def _spawn(self, deadline: float) -> None:
         ready, ready_write = os.pipe()
         try:
-            with open(self.place.log, "ab") as output:
+            with open(self.place.log, "ab") as output, _starting(sys.executable):
                 process = subprocess.Popen(
                     [sys.executable, "-c", _START, _PACKAGE, "--run", self.root, "--ready-fd", str(ready_write)],
                     stdin=subprocess.DEVNULL,
@@ -245,6 +246,22 @@ class Client:
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # the reading thread wakes up and closes it
+
+
+@contextlib.contextmanager
+def _starting(program: str) -> Iterator[None]:
+    """A program that the system cannot start now cannot be started in a second, unless it is short of something."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+            raise
+        raise _CannotStartError(
+            "the agent could not be started",
+            where=program or "sys.executable is empty",
+            found=os.strerror(error.errno or 0),
+            todo="the agent runs with this process's own Python: let this user execute it",
+        ) from None
 
 
 def _environment() -> dict[str, str]:

@@ -7,6 +7,7 @@ again while the pages are being taken.
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import dataclass
 
 from stepwell.errors import SlotMemoryError
@@ -105,6 +106,14 @@ def make_slot(size: int, *, touch: bool, name: str = "stepwell-slot") -> int:
     Raises `SlotMemoryError` before anything is taken that could get a process killed; nothing is left behind then.
     """
     require(size, "a slot")
+    largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if largest != resource.RLIM_INFINITY and size > largest:
+        raise SlotMemoryError(
+            "a slot is larger than any file may be",
+            expected=f"at most {format_bytes(largest)} (ulimit -f), which holds for shared memory and for packs",
+            found=format_bytes(size),
+            todo="raise that limit",
+        )
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, size)

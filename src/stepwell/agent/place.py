@@ -24,17 +24,19 @@ class Place:
 def runtime_folder() -> str:
     """The user's runtime folder for Stepwell, made with mode 0700 when missing.
 
-    Raises `AgentError` when the folder belongs to somebody else or others may enter it.
+    Raises `AgentError` when the folder cannot be made, belongs to somebody else, or others may enter it.
     """
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    if base and os.path.isdir(base) and os.access(base, os.W_OK) and len(base) < 60:
-        folder = os.path.join(base, "stepwell")
-    else:
-        folder = f"/tmp/stepwell-{os.getuid()}"
-    try:
-        os.mkdir(folder, 0o700)
-    except FileExistsError:
-        pass
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    candidates = [f"/tmp/stepwell-{os.getuid()}"]
+    if os.path.isabs(base) and len(base) < 60:
+        candidates.insert(0, os.path.join(base, "stepwell"))
+    folder = next((one for one in candidates if _made(one)), None)
+    if folder is None:
+        raise AgentError(
+            "there is no place for the agent's socket",
+            expected=" or ".join(candidates),
+            todo="set XDG_RUNTIME_DIR to a folder of your own",
+        )
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise AgentError(
@@ -45,6 +47,17 @@ def runtime_folder() -> str:
             todo="remove it, or set XDG_RUNTIME_DIR to a folder of your own",
         )
     return folder
+
+
+def _made(folder: str) -> bool:
+    """Make a folder for this user alone, unless something is there already; False where that is not possible."""
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        pass
+    except OSError:
+        return False
+    return True
 
 
 def place_of(root: str) -> Place:

@@ -139,7 +139,7 @@ def read_small(path: str, size_max: int = DOCUMENT_BYTES_MAX) -> bytes:
         if not (status.st_mode & 0o170000) == 0o100000 or status.st_size > size_max:
             raise DamagedError("not a small regular file", where=path, found=f"{status.st_size} bytes")
         with os.fdopen(os.dup(fd), "rb") as file:
-            return file.read(size_max + 1)
+            return file.read(status.st_size + 1)
     finally:
         os.close(fd)
 
