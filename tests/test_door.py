@@ -18,6 +18,8 @@ import pytest
 from tests.helpers import agents_of, assert_is_step, flip_byte, pack_of, state_of, wait_until
 
 import stepwell
+from stepwell.agent import client
+from stepwell.agent import protocol as p
 from stepwell.errors import AgentError, PersistError, RunBusyError, StateClobbered, StateMismatchError, UsageError
 
 FALLING_THEN_FLAT = [3.0, 2.0, 2.5, 1.0, 1.0, 1.0, 1.0, 1.0]
@@ -234,8 +236,6 @@ def test_the_second_trainer_is_named_without_its_arguments(run: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdin is not None
         assert other.stdout.readline() == "ready\n"
-        from stepwell.agent import client
-
         with pytest.MonkeyPatch.context() as patch, pytest.raises(stepwell.StepwellError) as caught:
             patch.setattr(client, "BUSY_SECONDS_MAX", 0.1)
             stepwell.Checkpointer(run)
@@ -337,3 +337,19 @@ def test_a_clock_that_is_set_back_changes_no_duration(run: Path, monkeypatch: py
         monkeypatch.setattr(time, "time", lambda: now - 1e6)
         save = ckpt.save(1, state_of(1)).wait(timeout=60)
     assert save.durable_seconds is not None and save.blocked_seconds < save.durable_seconds < 1e5
+
+
+def test_a_save_counts_as_accepted_only_once_the_agent_has_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer killed between the two would have lost what its own log calls accepted."""
+    told: list[list[bool]] = []
+    tell = client.Client.tell
+
+    def telling(self: client.Client, message: Any, fds: tuple[int, ...] = ()) -> None:
+        if isinstance(message, p.Persist):
+            told.append([save.snapshot_done for save in ckpt._pending.values()])
+        tell(self, message, fds)
+
+    monkeypatch.setattr(client.Client, "tell", telling)
+    with stepwell.Checkpointer(run, on_error="raise") as ckpt:
+        assert ckpt.save(1, state_of(1)).snapshot_done
+    assert told == [[False]]

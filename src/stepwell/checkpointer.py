@@ -276,7 +276,6 @@ class Checkpointer:
 
     def _accept(self, handle: Save) -> None:
         """The snapshot is whole: hand the slot to the agent. From here the save survives this process."""
-        handle._snapshot.set()
         assert handle._order is not None
         order = msgspec.structs.replace(
             handle._order,
@@ -298,6 +297,7 @@ class Checkpointer:
                     self._client.tell(order)
                 except AgentError:
                     self._linked = False  # the new agent gets it: it is in `_pending`
+        handle._snapshot.set()  # only now: who sees it may rely on the agent
 
     def barrier(self) -> None:
         """Let a lazy snapshot finish reading; called at the entry of `optimizer.step()`, or by hand before changing
