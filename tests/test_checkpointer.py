@@ -18,7 +18,6 @@ from stepwell.errors import (
     DamagedError,
     LineageError,
     NoSuchStepError,
-    RunBusyError,
     StateClobbered,
     StateMismatchError,
     UsageError,
@@ -266,12 +265,6 @@ def test_dead_agent_is_replaced_and_nothing_accepted_is_lost(run: Path, monkeypa
         assert ckpt.counters.agent_restarts == 1
     for step in range(3):
         assert_is_step(stepwell.load(run, step), step)
-
-
-def test_second_trainer_is_refused_by_name(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.agent.client.BUSY_SECONDS_MAX", 0.2)
-    with stepwell.Checkpointer(run), pytest.raises(RunBusyError, match=str(os.getpid())):
-        stepwell.Checkpointer(run)
 
 
 def test_restarted_trainer_restores_from_memory(run: Path) -> None:
