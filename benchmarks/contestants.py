@@ -123,6 +123,10 @@ class Stepwell:
             raise RuntimeError("there was no step to restore")
         return ""
 
+    def settle(self) -> None:
+        """Wait until the slots are ready that a first save leaves to the background; later saves find them so."""
+        self._checkpointer.prepare(self._state).wait()
+
     def close(self) -> None:
         self._checkpointer.close()
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from .contestants import ENTRIES, Contestant, Saving, durable_already
+from .contestants import ENTRIES, Contestant, Saving, Stepwell, durable_already
 from .measure import Heartbeat, MemoryPeak, cpu_used
 from .states import Tensors, TensorsSpec, Training
 
@@ -205,6 +205,8 @@ class Worker:
         }
         if self._entry.stepwell:
             figures["agent_cpu_seconds_per_gb"] = (used.agent_seconds - cpu.agent_seconds) / gigabytes
+        if isinstance(contestant, Stepwell):
+            contestant.settle()
         return figures
 
     def train(self, step: int) -> dict[str, float]:

@@ -21,6 +21,7 @@ import stepwell
 from stepwell.agent import client
 from stepwell.agent import protocol as p
 from stepwell.errors import AgentError, PersistError, RunBusyError, StateClobbered, StateMismatchError, UsageError
+from stepwell.snapshot.slot import Slot
 
 FALLING_THEN_FLAT = [3.0, 2.0, 2.5, 1.0, 1.0, 1.0, 1.0, 1.0]
 
@@ -353,3 +354,45 @@ def test_a_save_counts_as_accepted_only_once_the_agent_has_it(run: Path, monkeyp
     with stepwell.Checkpointer(run, on_error="raise") as ckpt:
         assert ckpt.save(1, state_of(1)).snapshot_done
     assert told == [[False]]
+
+
+def test_a_second_preparation_is_ready_when_the_slots_are(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`restore` prepares too: `prepare().wait()` after it waits for the slots that are on their way."""
+    made: list[int] = []
+    go = threading.Event()
+    populate = Slot.populate
+
+    def populating(slot: Slot) -> None:
+        assert go.wait(30)
+        populate(slot)
+        made.append(slot.index)
+
+    monkeypatch.setattr(Slot, "populate", populating)
+    with stepwell.Checkpointer(run, slots=2) as ckpt:
+        ckpt.prepare(state_of(1))
+        second = ckpt.prepare(state_of(1))
+        assert not second.done
+        go.set()
+        second.wait(timeout=30)
+        assert len(made) == 2 == len(ckpt._slots) and all(slot.free for slot in ckpt._slots)
+
+
+def test_an_agent_that_dies_while_slots_are_prepared(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot that it had just made is handed over to its successor like any other."""
+    populate = Slot.populate
+    killed: list[int] = []
+
+    def killing(slot: Slot) -> None:
+        if not killed:
+            (agent,) = agents_of(run)
+            agent.kill()
+            killed.append(agent.pid)
+            wait_until(lambda: ckpt.counters.agent_restarts == 1 and not ckpt._relinking)
+        populate(slot)
+
+    monkeypatch.setattr(Slot, "populate", killing)
+    with stepwell.Checkpointer(run, slots=2, on_error="raise") as ckpt:
+        ckpt.prepare(state_of(1)).wait(timeout=60)
+        for step in (1, 2, 3):
+            ckpt.save(step, state_of(step))
+    assert [step.step for step in stepwell.steps(run)] == [1, 2, 3]

@@ -108,7 +108,8 @@ class Checkpointer:
         self._pid = os.getpid()
         self._lock = threading.Condition()  # guards everything below
         self._slots: list[Slot] = []
-        self._making = 0
+        self._making = 0  # slots on their way that are not in `_slots` yet
+        self._touching = 0  # slots in `_slots` that are being made ready for their first use
         self._pending: dict[str, Save] = {}
         self._unraised: list[Save] = []
         self._saved_steps: dict[int, Save] = {}
@@ -379,8 +380,10 @@ class Checkpointer:
                     if self._closed or len(self._slots) + self._making >= self._slot_count:
                         break
                     self._making += 1
+                slot = self._make_slot(size, touch=True)
+                with self._lock:
+                    self._touching += 1
                 try:
-                    slot = self._make_slot(size, touch=True)
                     slot.populate()
                     if slot.bytes >= layout.slot_bytes(0):
                         slot.views(layout, flat)
@@ -388,10 +391,11 @@ class Checkpointer:
                         slot.pin(self._copier_for(layout.specs[layout.on_device[0]].device))
                 finally:
                     with self._lock:
-                        self._making -= 1
-                with self._lock:
-                    self._slots.append(slot)
-                    self._lock.notify_all()
+                        self._touching -= 1
+                    self._free_slot(slot)
+            with self._lock:  # somebody else may be making the last ones: ready means all
+                ready = lambda: self._closed or not (self._making or self._touching)  # noqa: E731
+                self._lock.wait_for(ready, self._slot_wait_seconds_max)
         except (StepwellError, OSError) as error:
             preparation.error = error
             if not self._closed:
@@ -405,9 +409,24 @@ class Checkpointer:
         self._prepare(Preparation(), layout, flat, slot.bytes)
 
     def _make_slot(self, size: int, *, touch: bool) -> Slot:
-        answer, fds = self._ask(p.MakeSlot(size, touch))
-        assert isinstance(answer, p.SlotMade)
-        return Slot(answer.slot, fds[0], answer.bytes, fresh=not touch)
+        """One more slot, taken by the caller, who has counted it in `_making`."""
+        made = None
+        try:
+            while made is None:
+                client, answer, fds = self._ask_whom(p.MakeSlot(size, touch))
+                assert isinstance(answer, p.SlotMade)
+                with self._lock:
+                    if client is self._client:
+                        made = Slot(answer.slot, fds[0], answer.bytes, fresh=not touch)
+                        made.free = False
+                        self._slots.append(made)
+                if made is None:  # that agent has died since, and its successor knows nothing of this slot
+                    os.close(fds[0])
+        finally:
+            with self._lock:
+                self._making -= 1
+                self._lock.notify_all()
+        return made
 
     def _take_slot(self, layout: Layout, values_bytes: int, handle: Save) -> Slot | None:
         """A free slot that is large enough; waits for one, or skips, as `when_full` says."""
@@ -434,7 +453,7 @@ class Checkpointer:
                 if len(self._slots) + self._making < self._slot_count:
                     self._making += 1
                     break
-                if self._when_full == "skip" and not self._making and not preempted:
+                if self._when_full == "skip" and not (self._making or self._touching or preempted):
                     self._skip(handle, f"all {self._slot_count} slots are still being persisted")
                     return None
                 left = deadline - time.monotonic()
@@ -443,18 +462,11 @@ class Checkpointer:
                     self._skip(handle, f"no slot became free within {waited}: the storage is slower than the saves")
                     return None
                 self._lock.wait(min(left, SIGNAL_LOOK_SECONDS))
-        try:
-            # An accelerator cannot take pages step by step under the memory limit: the agent does it before.
-            slot = self._make_slot(layout.slot_bytes(self._values_bytes_max), touch=bool(layout.on_device))
-        finally:
-            with self._lock:
-                self._making -= 1
-                self._lock.notify_all()
+        # An accelerator cannot take pages step by step under the memory limit: the agent does it before.
+        slot = self._make_slot(layout.slot_bytes(self._values_bytes_max), touch=bool(layout.on_device))
         with self._lock:
-            slot.free = False
             self._use_count += 1
             slot.used_at = self._use_count
-            self._slots.append(slot)
             self._send_layout(layout)
         return slot
 
@@ -501,6 +513,12 @@ class Checkpointer:
                     self._linked = False
 
     def _ask(self, message: p.AnyMessage, timeout: float = ANSWER_SECONDS_MAX) -> tuple[p.AnyMessage, list[int]]:
+        _, answer, fds = self._ask_whom(message, timeout)
+        return answer, fds
+
+    def _ask_whom(
+        self, message: p.AnyMessage, timeout: float = ANSWER_SECONDS_MAX
+    ) -> tuple[Client, p.AnyMessage, list[int]]:
         """Ask the agent; when it is just dying, ask the one that takes its place. Waits are bounded.
 
         A signal to a whole group ends the agent at the very moment at which the trainer wants its last save.
@@ -511,7 +529,7 @@ class Checkpointer:
                 self._lock.wait_for(lambda: not self._relinking, max(0.0, deadline - time.monotonic()))
                 client = self._client
             try:
-                return client.ask(message, timeout=timeout)
+                return client, *client.ask(message, timeout=timeout)
             except AgentError:
                 with self._lock:  # the reading thread notices an agent's death a moment later than the sender
                     replaced = self._lock.wait_for(
@@ -936,7 +954,9 @@ class Checkpointer:
         try:
             self.wait(timeout)
         finally:
-            self._closed = True
+            with self._lock:
+                self._closed = True
+                self._lock.notify_all()
             _open_checkpointers.discard(self)
             for number, before in self._signals.items():
                 with contextlib.suppress(ValueError):  # not the main thread: leave the handler
