@@ -329,6 +329,7 @@ class Checkpointer:
             and before is not None
             and flat.specs is before.specs
             and flat.skeleton is before.skeleton
+            and flat.alias_of is before.alias_of
             and values_bytes <= self._values_bytes_max
         )
         if not same or layout is None:

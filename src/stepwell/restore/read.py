@@ -137,22 +137,30 @@ class OpenStep:
     def fill(self, copies: Iterable[Copy], progress: Callable[[int], None] | None = None) -> int:
         """Read, check and deliver the bytes of the copies, in parallel. Returns the bytes delivered.
 
-        Only the chunks that are needed are read. Raises `DamagedError` that names what was damaged; what has been
-        delivered by then stays.
+        Only the chunks that are needed are read; a tensor that goes to several places is read for each of them. Raises
+        `DamagedError` that names what was damaged; what has been delivered by then stays.
         """
-        plans: list[list[_Target]] = [[] for _ in self.sources]
-        total = 0
-        for copy in copies:
+        left, total = list(copies), 0
+        while left:
+            plans: list[list[_Target]] = [[] for _ in self.sources]
+            planned: set[int] = set()
+            again: list[Copy] = []
+            for copy in left:
+                if copy.index in planned:  # the targets of one pass must not overlap
+                    again.append(copy)
+                    continue
+                planned.add(copy.index)
+                size = self.layout.specs[copy.index].nbytes
+                begin = int(self.layout.offsets[copy.index])
+                plans[int(self.layout.pack_index[copy.index])].append(_Target(begin, begin + size, copy))
+                total += size
+                if not size and copy.store is not None:
+                    copy.store(np.empty(0, dtype=np.uint8))
+            for targets in plans:
+                targets.sort(key=lambda target: target.begin)
             self.touched = True
-            size = self.layout.specs[copy.index].nbytes
-            begin = int(self.layout.offsets[copy.index])
-            plans[int(self.layout.pack_index[copy.index])].append(_Target(begin, begin + size, copy))
-            total += size
-            if not size and copy.store is not None:
-                copy.store(np.empty(0, dtype=np.uint8))
-        for targets in plans:
-            targets.sort(key=lambda target: target.begin)
-        self._run(plans, progress, only_needed=True)
+            self._run(plans, progress, only_needed=True)
+            left = again
         return total
 
     def damage(self, progress: Callable[[int], None] | None = None) -> list[str]:
