@@ -398,3 +398,13 @@ def test_an_agent_that_dies_while_slots_are_prepared(run: Path, monkeypatch: pyt
     assert [step.step for step in stepwell.steps(run)] == [1, 2, 3]
     for step in (1, 2, 3):
         assert_is_step(stepwell.load(run, step), step)
+
+
+def test_patterns_that_match_nothing_are_refused(run: Path) -> None:
+    """A misspelt name would else restore nothing, and training would begin anew in silence."""
+    with stepwell.Checkpointer(run, on_error="raise") as ckpt:
+        ckpt.save(1, state_of(1)).wait(timeout=60)
+        state = state_of(0)
+        with pytest.raises(UsageError, match="no name"):
+            ckpt.restore(state, names=["modle.*"], strict=False)
+        assert_is_step(state, 0)

@@ -109,6 +109,7 @@ def match(
 
     Raises:
         StateMismatchError: the states differ; lists every difference with expected and found.
+        UsageError: `names` match nothing.
         DamagedError: the saved nesting makes no sense.
         UnsupportedStateError: the live state has something that could not have been saved.
     """
@@ -145,6 +146,7 @@ class Matcher:
         self.strict = strict
         self._cast = cast
         self.patterns = patterns
+        self._any_found = False  # whether any name has matched the patterns
         self._problems: list[str] = []
         self._skipped: list[str] = []
         self._copies: list[Copy] = []
@@ -167,10 +169,17 @@ class Matcher:
             self.call(RNG_NAME, lambda: generators.restore_global(states))
 
     def plan(self) -> RestorePlan:
+        if self.patterns is not None and not self._any_found:
+            there = ", ".join(map(shown, self.saved.names[:5])) or "no tensor"
+            raise UsageError(
+                "no name in the checkpoint matches, so nothing would be restored",
+                expected=f"patterns for names such as {there}",
+                found=repr(self.patterns),
+            )
         if self._problems:
-            shown = self._problems[:_LISTED_MAX]
-            more = len(self._problems) - len(shown)
-            lines = "".join(f"\n    {problem}" for problem in shown)
+            listed = self._problems[:_LISTED_MAX]
+            more = len(self._problems) - len(listed)
+            lines = "".join(f"\n    {problem}" for problem in listed)
             error = StateMismatchError(
                 f"the saved state and the given one differ in {len(self._problems)} places; nothing was changed"
                 + lines
@@ -215,7 +224,11 @@ class Matcher:
         return [(name, self._what(item))]
 
     def selected(self, name: str) -> bool:
-        return self.patterns is None or matches(name, self.patterns)
+        if self.patterns is None:
+            return True
+        found = matches(name, self.patterns)
+        self._any_found = self._any_found or found
+        return found
 
     # The walk: returns `KEEP`, or what the parent must put in the place of the live item.
 
