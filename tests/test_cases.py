@@ -150,7 +150,7 @@ def test_case_9_other_threads_run_while_the_state_is_copied(
         stop.set()
         thread.join(30)
         save.wait(timeout=60)
-    assert during > 100
+    assert during > 10, "with the interpreter held it would be none, or one"
 
 
 def calls_of(work: Callable[[], Any]) -> int:

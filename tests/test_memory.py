@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -40,7 +41,8 @@ def small_group() -> Iterator[Path]:
     (folder / "memory.limit_in_bytes").write_text(str(400 * MIB))
     yield folder
     for pid in (folder / "tasks").read_text().split():
-        (parent / "tasks").write_text(pid)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            (parent / "tasks").write_text(pid)
     folder.rmdir()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,8 +22,12 @@ KILLS = 6
 
 def slot_files(pid: int) -> list[str]:
     """The slots that a process holds open."""
-    folder = f"/proc/{pid}/fd"
-    return [name for name in os.listdir(folder) if "stepwell-slot" in os.readlink(f"{folder}/{name}")]
+    held = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            if "stepwell-slot" in os.readlink(f"/proc/{pid}/fd/{name}"):
+                held.append(name)
+    return held
 
 
 def slot_maps(pid: int | str) -> int:
