@@ -117,7 +117,7 @@ def test_case_9_other_threads_run_while_the_state_is_copied(
     run: Path, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
     """The copy is the only part of a save that takes long in the trainer; the interpreter is free meanwhile."""
-    big: Any = np.ones(32 << 20, dtype=np.float32)
+    big: Any = np.ones(128 << 20, dtype=np.float32)
     if library == "torch":
         big = pytest.importorskip("torch").from_numpy(big)
     beats, during, stop = 0, 0, threading.Event()
@@ -150,7 +150,7 @@ def test_case_9_other_threads_run_while_the_state_is_copied(
         stop.set()
         thread.join(30)
         save.wait(timeout=60)
-    assert during > 10, "with the interpreter held it would be none, or one"
+    assert during > 2, "with the interpreter held it would be none, or one"
 
 
 def calls_of(work: Callable[[], Any]) -> int:

@@ -272,7 +272,7 @@ def test_restoring_takes_no_second_copy(run: Path) -> None:
         stepwell.Checkpointer.prepare = lambda *_: None  # slots are the agent's memory, mapped here
         state = {{"model": {{f"w{{i}}": torch.ones({size}) for i in range({count})}}}}
         with stepwell.Checkpointer(sys.argv[1]) as ckpt:
-            ckpt.restore({{"model": {{}}}}, names="nothing", strict=False)
+            ckpt.restore({{"model": {{"w0": torch.ones({size})}}}}, names="model.w0")
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             assert ckpt.restore(state) is not None
             print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)

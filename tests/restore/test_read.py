@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 
 import stepwell
 from stepwell.restore import catalogue as catalogues
-from stepwell.restore.read import Source, file_source, open_step, read_room
+from stepwell.restore.read import OpenStep, Source, file_source, open_step, read_room
 from stepwell.tiers.probe import filesystem_of
 
 DATA_BYTES = 3 << 20
@@ -78,3 +80,45 @@ def test_tensors_of_every_size_come_back_through_pieces_and_chunks(tmp_path: Pat
         opened.close()
         loaded = stepwell.load(run)
         assert all(np.array_equal(loaded[name], state[name]) for name in state)
+
+
+def test_a_step_that_gives_way_to_the_next_while_the_run_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step is kept: the next is committed and this one removed just after the first of the two was looked for."""
+    run = tmp_path / "run"
+    with stepwell.Checkpointer(run, on_error="raise") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"w": np.full(10, step)})
+    first, second = (run / "steps" / f"00000000000{step}-0001" / "manifest.json" for step in (1, 2))
+    aside = tmp_path / "manifest.json"
+    first.rename(aside)  # the first is being saved, and will be the newer one
+    is_committed = catalogues.is_committed
+
+    def changing(folder: str) -> bool:
+        if folder == str(second.parent) and second.exists():
+            aside.rename(first)
+            second.unlink()
+        return is_committed(folder)
+
+    monkeypatch.setattr(catalogues, "is_committed", changing)
+    assert [step.step for step in stepwell.steps(run)] == [1]
+    assert stepwell.load(run)["w"][0] == 1
+
+
+def test_a_newest_step_that_is_removed_before_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    with stepwell.Checkpointer(run, on_error="raise") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"w": np.full(10, step)})
+    opened: list[str] = []
+
+    def late(root: str, step: catalogues.Step) -> OpenStep:
+        if not opened:
+            shutil.rmtree(Path(root) / "steps" / step.key)
+        opened.append(step.key)
+        return open_step(root, step)
+
+    monkeypatch.setattr(importlib.import_module("stepwell.restore.load"), "open_step", late)
+    assert stepwell.load(run)["w"][0] == 1
+    assert opened == ["000000000002-0001", "000000000001-0001"]

@@ -22,6 +22,7 @@ from stepwell.store.manifest import (
 )
 
 LAYOUT_BYTES_MAX = 8 << 30
+LOOKS_MAX = 10  # at a run whose steps come and go
 
 
 @dataclass(frozen=True)
@@ -167,16 +168,10 @@ def read(root: str | os.PathLike[str], known: Mapping[str, Step] | None = None) 
     problems: list[str] = []
     attempts = _read_attempts(root, problems)
     steps: list[Step] = []
-    for name in listed(os.path.join(root, names.STEPS)):
-        parsed = names.parse_step_key(name)
-        folder = os.path.join(root, names.STEPS, name)
-        if parsed is None or not os.path.lexists(os.path.join(folder, names.MANIFEST)):
-            continue
-        before = known.get(name) if known else None
-        if before is not None and before.problem is None and before.manifest is not None:
-            steps.append(replace(before, problem=missing_parts(folder, before.manifest)))
-        else:
-            steps.append(_read_step(root, name, *parsed, run))
+    for _ in range(LOOKS_MAX):
+        steps, settled = _read_steps(root, run, known)
+        if settled:
+            break
     steps.sort(key=lambda step: (step.attempt, step.step))
     bare = Catalogue(root, run, attempts, tuple(steps), tuple(problems))
     facts = bare.facts()
@@ -184,6 +179,38 @@ def read(root: str | os.PathLike[str], known: Mapping[str, Step] | None = None) 
     line = set(lineage(facts, tip, bare.attempt_facts()))
     marked = tuple(replace(step, in_lineage=step.key in line, newest=step.key == tip) for step in steps)
     return replace(bare, steps=marked)
+
+
+def _read_steps(root: str, run: RunDocument, known: Mapping[str, Step] | None) -> tuple[list[Step], bool]:
+    """The steps that have a manifest, and whether no step came or went while they were read.
+
+    A run that keeps one step commits the next and then removes it. Who lists the first, and looks for its manifest
+    after that, would see none at all.
+    """
+    folder = os.path.join(root, names.STEPS)
+    there = [name for name in listed(folder) if names.parse_step_key(name) is not None]
+    found: list[Step] = []
+    absent = []
+    for name in there:
+        place = os.path.join(folder, name)
+        if is_committed(place):
+            step, attempt = names.parse_step_key(name) or (0, 0)
+            before = known.get(name) if known else None
+            if before is not None and before.problem is None and before.manifest is not None:
+                one = replace(before, problem=missing_parts(place, before.manifest))
+            else:
+                one = _read_step(root, name, step, attempt, run)
+            if one.problem is None or is_committed(place):  # else it was being removed, which is no damage
+                found.append(one)
+                continue
+        absent.append(place)
+    again = [name for name in listed(folder) if names.parse_step_key(name) is not None]
+    return found, again == there and not any(map(is_committed, absent))
+
+
+def is_committed(folder: str) -> bool:
+    """Whether a step's folder has a manifest."""
+    return os.path.lexists(os.path.join(folder, names.MANIFEST))
 
 
 def listed(folder: str) -> list[str]:

@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from stepwell.errors import NoSuchStepError
+from stepwell.errors import DamagedError, NoSuchStepError
 from stepwell.restore import catalogue as catalogues
 from stepwell.restore.catalogue import Step
 from stepwell.restore.read import OpenStep, open_step
 from stepwell.state import Copy, from_bytes, matches, rebuild
+from stepwell.store.names import STEPS
 
 
 def steps(run: str | os.PathLike[str]) -> list[Step]:
@@ -34,18 +35,30 @@ def load(
     such (`to="numpy"` gives arrays; bfloat16 and 8-bit floats then as unsigned integers of their bits), on the host.
     `names="model.*"` reads only what matches. Raises `NotARunError`, `NoSuchStepError`, `DamagedError`.
     """
-    catalogue = catalogues.read(run)
-    chosen = catalogue.newest if step is None else catalogue.find(step)
-    if chosen is None:
-        raise NoSuchStepError("the run has no committed step", where=catalogue.root)
     patterns = [names] if isinstance(names, str) else None if names is None else list(names)
-    opened = open_step(catalogue.root, chosen)
+    opened = _open(run, step)
     try:
         saved = opened.saved(allow_pickle=allow_pickle)
         tensors = read_tensors(opened, patterns, as_numpy=to == "numpy")
         return rebuild(saved, tensors.__getitem__, names=patterns)
     finally:
         opened.close()
+
+
+def _open(run: str | os.PathLike[str], step: int | str | None) -> OpenStep:
+    """Open a step, or the newest; one that is removed at this very moment gives way to the one after it."""
+    for look in range(catalogues.LOOKS_MAX):
+        catalogue = catalogues.read(run)
+        chosen = catalogue.newest if step is None else catalogue.find(step)
+        if chosen is None:
+            break
+        try:
+            return open_step(catalogue.root, chosen)
+        except DamagedError:
+            folder = os.path.join(catalogue.root, STEPS, chosen.key)
+            if catalogues.is_committed(folder) or look == catalogues.LOOKS_MAX - 1:
+                raise
+    raise NoSuchStepError("the run has no committed step", where=os.fspath(run))
 
 
 def read_tensors(
