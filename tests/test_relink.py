@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tests.helpers import agents_of, assert_is_step, state_of, wait_until
 
 import stepwell
 from stepwell.agent import client as clients
+from stepwell.agent import protocol as p
 from stepwell.errors import AgentError
 
 
@@ -53,3 +55,23 @@ def test_saves_fail_in_words_without_an_agent_and_work_again_later(run: Path, mo
         assert ckpt.save(4, state_of(4)).wait(timeout=60).committed
         assert ckpt.counters.failed + ckpt.counters.skipped == 2
     assert_is_step(stepwell.load(run), 4)
+
+
+def test_a_save_without_an_agent_is_accepted_only_by_the_next_one(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    connect = clients.Client.connect
+
+    def late(self: clients.Client, hello: p.Hello) -> p.Welcome:
+        assert go.wait(30)
+        return connect(self, hello)
+
+    with stepwell.Checkpointer(run, on_error="raise") as ckpt:
+        ckpt.save(1, state_of(1)).wait(timeout=60)
+        monkeypatch.setattr(clients.Client, "connect", late)
+        (agent,) = agents_of(run)
+        agent.kill()
+        wait_until(lambda: ckpt._relinking)
+        save = ckpt.save(2, state_of(2))
+        assert not save.skipped and not save.snapshot_done and "on its way" in repr(save)
+        go.set()
+        assert save.wait(timeout=60).committed and save.snapshot_done

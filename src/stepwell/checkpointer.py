@@ -296,9 +296,9 @@ class Checkpointer:
                     assert handle._layout is not None
                     self._send_layout(handle._layout)  # a new agent may have come since the slot was taken
                     self._client.tell(order)
+                    handle._snapshot.set()  # only now: who sees it may rely on the agent
                 except AgentError:
                     self._linked = False  # the new agent gets it: it is in `_pending`
-        handle._snapshot.set()  # only now: who sees it may rely on the agent
 
     def barrier(self) -> None:
         """Let a lazy snapshot finish reading; called at the entry of `optimizer.step()`, or by hand before changing
@@ -648,6 +648,7 @@ class Checkpointer:
         for handle in self._pending.values():
             assert handle._order is not None
             client.tell(handle._order)
+            handle._snapshot.set()
         self._lock.notify_all()
 
     def _say_limits(self, welcome: p.Welcome) -> None:

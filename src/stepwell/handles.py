@@ -61,7 +61,10 @@ class Save:
 
     @property
     def snapshot_done(self) -> bool:
-        """True once the state is in the slot: the save is accepted and survives the death of the trainer."""
+        """True once the state is in the slot and the agent has it: the save survives the death of the trainer.
+
+        `save()` returns with this, unless the agent has just died: then it comes with the next agent.
+        """
         return self._snapshot.is_set()
 
     @property
@@ -103,7 +106,7 @@ class Save:
         elif self.done:
             state = f"durable after {format_seconds(self.stages.get('durable_seconds', 0.0))}"
         else:
-            state = "accepted" if self.snapshot_done else "copying"
+            state = "accepted" if self.snapshot_done else "on its way to the agent"
         return f"<Save step {self.step} {state}, blocked {format_seconds(self.blocked_seconds)}>"
 
 
