@@ -27,6 +27,7 @@ COMMANDS = {
     "export": "Write one step as a plain safetensors or torch file.",
     "prune": "Remove steps you do not keep, and what killed processes left.",
     "agent": "Run, ask or stop the process that persists saves.",
+    "plan": "Work out storage, interval and tiers for a model and a cluster.",
 }
 BROKEN_PIPE_EXIT_CODE = 141  # what a shell reports for a program that SIGPIPE ended
 INTERRUPTED_EXIT_CODE = 130  # the same for SIGINT
