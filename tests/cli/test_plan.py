@@ -117,6 +117,12 @@ def test_the_page_is_one_file_without_anything_from_elsewhere(command: Command, 
     assert not re.search(r"<script|https?://|@import|url\((?!['\"]?data:)", text)
 
 
+def test_the_page_of_what_is_not_feasible(command: Command, tmp_path: Path) -> None:
+    assert command(*ASKED, "--storage", "nfs", "--html", tmp_path / "plan.html").code == 1
+    text = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert "Not feasible" in text and "3.29 GB/s" in text and "nvme+parallel (assumes" in text
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_opens_in_a_browser_without_a_complaint(command: Command, tmp_path: Path, width: int) -> None:
     """Nothing on the console, and nothing wider than the screen."""

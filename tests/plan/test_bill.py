@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stepwell.errors import UsageError
 from stepwell.plan import interval as intervals
-from stepwell.plan.advise import choices, recoveries
+from stepwell.plan.advise import choices, recoveries, remedies
 from stepwell.plan.bill import Plan, Question, answer, with_storage_rate
 from stepwell.plan.layout import Layout
 from stepwell.plan.ledger import Ledger, evaluate
@@ -123,6 +123,7 @@ WARNED = [
     ({"storage": "nfs", "asynchronous": False}, "collective-timeout"),
     ({"layout": Layout(8), "node_memory_bytes": 10**12}, "host-memory"),
     ({"interval_seconds": 30.0}, "endurance"),
+    ({"mtbf_seconds": 60.0}, "goodput"),
     ({"layout": Layout(64, sharding="zero1", tensor=8), "tool": "deepspeed"}, "imbalance"),
 ]
 
@@ -237,6 +238,27 @@ def test_advice_puts_what_survives_a_node_first_and_says_what_it_assumes() -> No
     assert any("node" in reason for reason in nvme.reasons_against)
     nfs = next(choice for choice in found if choice.storage == "nfs")
     assert not nfs.plan.feasible
+
+
+def test_an_infeasible_plan_names_a_combination_that_would_do() -> None:
+    found = remedies(answer(question(storage="nfs", rpo_seconds=600.0)))
+    assert any(remedy.startswith("nvme+parallel (assumes") for remedy in found)
+    assert remedies(answer(question())) == []
+
+
+def test_who_copies_what_depends_on_the_tool() -> None:
+    """With one writer the whole state comes from one GPU."""
+    ddp = Layout(8, sharding="ddp")
+    alone = answer(question(layout=ddp, tool="torch.save")).ledger
+    shared = answer(question(layout=ddp)).ledger
+    assert alone["blocked_seconds"] == pytest.approx(8 * shared["blocked_seconds"], rel=1e-6)
+
+
+def test_raw_capacity() -> None:
+    ledger = answer(question(redundancy=1.25)).ledger
+    assert ledger["raw_capacity_bytes"] == pytest.approx(1.25 * ledger["capacity_bytes"])
+    with pytest.raises(UsageError, match="redundancy"):
+        answer(question(redundancy=0.5))
 
 
 def test_recovery_for_each_kind_of_failure() -> None:

@@ -18,7 +18,7 @@ from stepwell.plan import layout as layouts
 from stepwell.plan import solve as solving
 from stepwell.plan import state as states
 from stepwell.plan import tiers as storage
-from stepwell.plan.advise import Recovery, recoveries
+from stepwell.plan.advise import Recovery, recoveries, remedies
 from stepwell.plan.words import answer_facts, bill_facts, how, in_words, outcome_words, percent, title_of
 from stepwell.units import format_rate, format_seconds, parse_bytes, parse_seconds
 from stepwell.vocabulary import document
@@ -100,6 +100,7 @@ def _measure(name: str, meaning: tuple[str, Callable[[str], Any]], **more: Any) 
 @click.option("--jobs", type=click.IntRange(1), default=1, help="Jobs like this one that share the storage.")
 @click.option("--keep", type=click.IntRange(1), default=3, show_default=True, help="Steps kept along the way.")
 @click.option("--milestones", type=click.IntRange(0), default=0, help="Steps kept for good.")
+@click.option("--redundancy", type=float, default=1.0, help="Raw over usable bytes, as in 1.25 for 8+2 coding.")
 @_measure("--headroom", SHARE, default="20%", help="Of the capacity that stays free.")
 @click.option("--gpu-price", type=click.FloatRange(0), default=0.0, help="Per GPU and hour: what waiting costs.")
 @click.option(
@@ -213,6 +214,7 @@ def question_of(given: dict[str, Any]) -> bill.Question:
         keep=given["keep"],
         milestones=given["milestones"],
         headroom_fraction=given["headroom"],
+        redundancy=given["redundancy"],
         reduction=given["reduction"],
         ema_bytes={"fp32": 4, "bf16": 2, None: 0}[given["ema"]],
         lora=states.Lora(given["lora"]) if given["lora"] else None,
@@ -230,7 +232,7 @@ def _print(out: Console, plan: bill.Plan, solution: Any, outcome: Outcome | None
         out.print(f"  {solution.unknown}: {_solved(solution)} ({solution.words})", style="bold green")
     if not plan.feasible:
         out.print("  NOT FEASIBLE: " + plan.chosen_because, style="bold red")
-        for remedy in plan.remedies:
+        for remedy in remedies(plan):
             out.print(f"    would do: {remedy}")
     played = [("played", outcome_words(outcome))] if outcome else []
     print_facts(out, [*answer_facts(plan), *played])
@@ -263,7 +265,7 @@ def _print_json(plan: bill.Plan, solution: Any, outcome: Outcome | None, given: 
         "flat_seconds": list(plan.flat_seconds),
         "lower_bounds": [{"name": b.name, "seconds": b.seconds} for b in plan.lower],
         "upper_bounds": [{"name": b.name, "seconds": b.seconds} for b in plan.upper],
-        "remedies": list(plan.remedies),
+        "remedies": remedies(plan),
         "waste": msgspec.to_builtins(plan.waste),
         "sensitivity": plan.sensitivity,
         "files": msgspec.to_builtins(plan.files),

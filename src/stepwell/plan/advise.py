@@ -82,6 +82,17 @@ def choices(question: Question) -> list[Choice]:
     )
 
 
+def remedies(plan: Plan) -> list[str]:
+    """What would make an infeasible plan feasible, another combination of tiers included."""
+    if plan.feasible:
+        return []
+    found = list(plan.remedies)
+    best = choices(plan.question)[0]
+    if best.plan.feasible and any(not tier.local for tier in best.plan.question.tiers):
+        found.append(f"{best.storage} ({best.ceiling})")
+    return found
+
+
 def _judged(storage: str, plan: Plan) -> Choice:
     q, ledger = plan.question, plan.ledger
     kinds = {tier.kind for tier in q.tiers}

@@ -23,6 +23,7 @@ FAILURE_BAND = 3.0
 BLOCK_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 16 << 20)
 COLLECTIVE_TIMEOUT_SECONDS = 600.0  # what torch's process groups with NCCL wait by default
 FLAT_LOSS = 0.005
+GOODPUT_LOW = 0.8
 STORAGE_FAILURE_FRACTION = 0.01
 
 
@@ -47,6 +48,7 @@ class Question:
         job_count: jobs like this one that share the storage and save at the same time.
         keep, milestones: steps kept along the way, and for good.
         headroom_fraction: of the capacity that stays free.
+        redundancy: raw over usable bytes of the storage: 1.25 for 8 + 2 erasure coding, 3 for three copies.
         reduction: "none", "compression", "derivation" or "both": what is taken off the bytes that are written.
         gpu_price_per_hour: for the cost of waiting; 0 when not given.
         checkpoint: one that exists; its bytes are taken instead of what model and recipe come to.
@@ -77,6 +79,7 @@ class Question:
     keep: int = 3
     milestones: int = 0
     headroom_fraction: float = 0.2
+    redundancy: float = 1.0
     reduction: str = "none"
     ema_bytes: int = 0
     lora: Lora | None = None
@@ -145,6 +148,8 @@ def _check(q: Question) -> None:
         value = getattr(q, name)
         if not 0 <= value < 1 and not (name == "node_failure_fraction" and value == 1):
             raise UsageError(f"{name.replace('_', ' ')}: a fraction", expected="from 0 to below 1", found=value)
+    if not (q.redundancy >= 1 and math.isfinite(q.redundancy)):
+        raise UsageError("redundancy: raw over usable bytes", expected="1 or more", found=q.redundancy)
     if q.overhead_max == 0:
         raise UsageError("an overhead of nothing cannot be reached", expected="above 0, as in 5%")
     if sum(one is not None for one in (q.mtbf_seconds, q.gpu_mtbf_seconds, q.node_mtbf_seconds)) > 1:
@@ -257,9 +262,8 @@ def _path(q: Question, ledger: Ledger, written: Files) -> None:
     writer_nodes = min(nodes, written.writer_count)
     ledger.put("copy_bytes_per_second", q.copy_bytes_per_second, "B/s", "assumed",
                "device to host for each GPU, pinned memory; half of what PCIe 4.0 x16 carries")  # fmt: skip
-    ledger.compute(
-        "copy_seconds", "s", "state_bytes / rank_count / copy_bytes_per_second", "all GPUs copy their shares"
-    )
+    ledger.put("gpu_bytes_max", written.gpu_bytes_max, "B", "computed", f"what one GPU hands over with {q.tool}")
+    ledger.compute("copy_seconds", "s", "gpu_bytes_max / copy_bytes_per_second", "all GPUs copy at once")
     ledger.put("job_count", q.job_count, "1", "assumed", "jobs that save at the same time")
     previous = "copy_seconds" if q.asynchronous else ""
     for tier in q.tiers:
@@ -355,6 +359,9 @@ def _interval(q: Question, ledger: Ledger, state: StateBytes, written: Files) ->
     ledger.put("waste_save_fraction", split.save, "1", "computed", "saves that counted")
     ledger.put("waste_rework_fraction", split.rework, "1", "computed", "work done again")
     ledger.put("waste_restart_fraction", split.restart, "1", "computed", "down, and the lag's work done again")
+    if split.useful < GOODPUT_LOW:
+        useful = f"only {100 * split.useful:.2g} % of the time is useful"
+        ledger.warn("goodput", f"{useful}: failures come too often for these saves and restarts")
     ledger.compute("overhead_fraction", "1", "blocked_seconds / interval_seconds", "blocked over the whole interval")
     ledger.compute(
         "loss_seconds_max", "s", "interval_seconds + node_safe_seconds", "worst lost work, without the outage"
@@ -408,7 +415,7 @@ def _bounds(q: Question, ledger: Ledger) -> tuple[list[Bound], list[Bound]]:
             "overhead",
             ledger.compute("interval_overhead_seconds", "s", "blocked_seconds / overhead_max",
                            "blocked / interval stays under the budget", overhead_max=q.overhead_max),
-            f"the trainer may be blocked {q.overhead_max:.3g} of the time",
+            f"the trainer may be blocked for at most {100 * q.overhead_max:.3g} % of the interval",
         )
     ]  # fmt: skip
     for tier in q.tiers:
@@ -514,6 +521,8 @@ def _capacity(q: Question, ledger: Ledger) -> None:
         "before erasure coding or replication", keep=q.keep, in_flight=1, milestones=q.milestones,
         headroom_fraction=q.headroom_fraction,
     )  # fmt: skip
+    ledger.compute("raw_capacity_bytes", "B", "capacity_bytes * redundancy", "with erasure coding or copies",
+                   redundancy=q.redundancy)  # fmt: skip
     ledger.compute("saves_per_day", "1", "86400 / interval_seconds", "")
     ledger.compute("bytes_per_day", "B", "written_bytes * saves_per_day", "all nodes together")
     local = next((tier for tier in q.tiers if tier.local), None)

@@ -105,6 +105,7 @@ class Files:
         file_count, writer_count: of the whole job; `writers_per_node` on the busiest machine.
         written_bytes: by all writers together; above the unique bytes where replicas are written more than once.
         writer_bytes_max: of the busiest writer; `node_bytes_max` of the busiest node.
+        gpu_bytes_max: what one GPU hands over at most: its share, where ranks share the work; all, where one writes.
         imbalance: busiest writer over the mean of all ranks that write.
         metadata_op_count: creates, stats, mkdirs, fsyncs, renames and closes.
         serial_op_count: of these, how many follow each other on the busiest writer.
@@ -118,6 +119,7 @@ class Files:
     written_bytes: int
     writer_bytes_max: int
     node_bytes_max: int
+    gpu_bytes_max: int
     imbalance: float
     metadata_op_count: int
     serial_op_count: int
@@ -201,6 +203,7 @@ def _files(
         written_bytes=written,
         writer_bytes_max=writer_max,
         node_bytes_max=min(node_max, written),
+        gpu_bytes_max=math.ceil(written / layout.gpus) if tool == "stepwell" else writer_max,
         imbalance=writer_max * writers / written if written else 1.0,
         metadata_op_count=per_writer * writers + per_file * count + 5,
         serial_op_count=per_writer + per_file * files_each,

@@ -76,7 +76,7 @@ def _gpus(question: Question) -> Solution:
     while high * unit <= GPUS_MAX and works(high):
         low, high = high, high * 2
     if high * unit > GPUS_MAX:
-        return Solution("gpus", None, "1", f"no limit up to {GPUS_MAX:,} GPUs: this storage can stay", answer(question))
+        return Solution("gpus", GPUS_MAX, "1", "and more were not tried: this storage can stay", answer(question))
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if works(middle) else (low, middle)

@@ -117,7 +117,8 @@ def bill_facts(plan: Plan) -> list[tuple[str, str]]:
     read = f"reads {format_bytes(ledger['restart_read_bytes'])} in {format_seconds(ledger['read_seconds'])}"
     facts.append(("a restart", read))
     room = f"{q.keep} kept, 1 on its way, {q.milestones} milestones, {percent(q.headroom_fraction)} free"
-    facts.append(("capacity", f"{both_bytes(ledger['capacity_bytes'])} for {room}"))
+    raw = f"; raw {format_bytes(ledger['raw_capacity_bytes'])}" if q.redundancy > 1 else ""
+    facts.append(("capacity", f"{both_bytes(ledger['capacity_bytes'])} for {room}{raw}"))
     if "drive_writes_per_day" in ledger:
         facts.append(("endurance", f"{ledger['drive_writes_per_day']:.2g} drive writes per day on each node"))
     if "idle_price" in ledger:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from stepwell import __version__
 from stepwell.plan import interval as intervals
-from stepwell.plan.advise import recoveries
+from stepwell.plan.advise import recoveries, remedies
 from stepwell.plan.bill import Plan
 from stepwell.plan.tiers import KINDS, default_tier
 from stepwell.plan.words import bill_facts, how, in_words, outcome_words, percent, title_of
@@ -28,10 +28,10 @@ def render(plan: Plan, outcome: Outcome | None = None) -> str:
     if q.model.note:
         sections.append(f'<p class="soft">{escape(q.model.note)}</p>')
     if not plan.feasible:
-        remedies = "".join(f"<li>{escape(remedy)}</li>" for remedy in plan.remedies)
+        items = "".join(f"<li>{escape(remedy)}</li>" for remedy in remedies(plan))
         sections.append(
             f'<div class="bad"><p><b>Not feasible.</b> {escape(plan.chosen_because)}</p>'
-            f"<p>What would make it feasible:</p><ul>{remedies}</ul></div>"
+            f"<p>What would make it feasible:</p><ul>{items}</ul></div>"
         )
     share, mean = percent(ledger["overhead_fraction"]), format_seconds(ledger["loss_seconds_mean"])
     often = format_seconds(ledger["mtbf_seconds"])
