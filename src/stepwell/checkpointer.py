@@ -55,6 +55,7 @@ log = logging.getLogger("stepwell")
 SLOT_WAIT_SECONDS_MAX = 120.0
 RELINK_COUNT_MAX = 5
 SETTLE_SECONDS_MAX = 3600.0
+SETTLE_NOTICE_SECONDS = 10.0
 DIFFERENCES_LOGGED_MAX = 20
 NOTICE_SECONDS_MAX = 1.0
 SIGNAL_LOOK_SECONDS = 1.0
@@ -94,8 +95,14 @@ class Checkpointer:
         _check_choice("when_full", when_full, ("wait", "skip"))
         _check_choice("snapshot", snapshot, ("eager", "lazy"))
         _check_choice("on_error", on_error, ("warn", "raise"))
-        if not isinstance(slots, int) or not 1 <= slots <= 64:
+        if isinstance(slots, bool) or not isinstance(slots, int) or not 1 <= slots <= 64:
             raise UsageError("slots is a small whole number", expected="1 to 64", found=slots)
+        if not isinstance(slot_wait_seconds_max, (int, float)) or not slot_wait_seconds_max >= 0:
+            raise UsageError("slot_wait_seconds_max is a time", expected="0 or more", found=slot_wait_seconds_max)
+        if keep is not None and not isinstance(keep, Keep):
+            raise UsageError("keep is a policy", expected="as in stepwell.Keep(last=3)", found=repr(keep))
+        if save_when is not None and not callable(getattr(save_when, "decide", None)):
+            raise UsageError("save_when is a policy", expected="as in stepwell.Every(steps=100)", found=repr(save_when))
         self.run = _run_folder(run)
         _check_not_open_here(self.run)
         self.counters = Counters()
@@ -218,7 +225,13 @@ class Checkpointer:
         handle._blocked_seconds = time.monotonic() - handle._entered_seconds
         self.counters.saves += 1
         if lazy is None:
-            self._accept(handle)
+            try:
+                self._accept(handle)
+            except BaseException:  # whatever it is: the slot must not be lost to it
+                with self._lock:
+                    self._pending.pop(handle.identity, None)
+                self._free_slot(slot)
+                raise
         else:
             handle._lazy, self._lazy_save = lazy, handle
             lazy.begin()
@@ -294,7 +307,7 @@ class Checkpointer:
             if self._linked:
                 try:
                     assert handle._layout is not None
-                    self._send_layout(handle._layout)  # a new agent may have come since the slot was taken
+                    self._send_layout(handle._layout)
                     self._client.tell(order)
                     handle._snapshot.set()  # only now: who sees it may rely on the agent
                 except AgentError:
@@ -445,7 +458,6 @@ class Checkpointer:
                     slot.free = False
                     self._use_count += 1
                     slot.used_at = self._use_count
-                    self._send_layout(layout)
                     return slot
                 for slot in free:  # too small for good: the state has grown
                     self._slots.remove(slot)
@@ -468,7 +480,6 @@ class Checkpointer:
         with self._lock:
             self._use_count += 1
             slot.used_at = self._use_count
-            self._send_layout(layout)
         return slot
 
     def _free_slot(self, slot: Slot | None) -> None:
@@ -884,7 +895,16 @@ class Checkpointer:
 
         Gives what opens a step from the agent's memory, if that holds it.
         """
-        answer, fds = self._ask(p.AskMemory(), timeout=SETTLE_SECONDS_MAX)
+        notice = threading.Timer(
+            SETTLE_NOTICE_SECONDS,
+            lambda: log.warning("still waiting for the agent to finish what it had accepted (%s)", self.run),
+        )
+        notice.daemon = True
+        notice.start()
+        try:
+            answer, fds = self._ask(p.AskMemory(), timeout=SETTLE_SECONDS_MAX)
+        finally:
+            notice.cancel()
         assert isinstance(answer, p.MemoryIs)
 
         def open_memory(step: Step) -> OpenStep | None:
@@ -1082,8 +1102,10 @@ def _clean_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     clean = {}
     for name, value in (metrics or {}).items():
         try:
-            clean[str(name)] = float(value)
-        except (TypeError, ValueError) as error:
+            clean[str(name).encode().decode()] = float(value)
+        except UnicodeError as error:
+            raise UsageError("a metric's name is text", where=f"metrics[{name!r}]", found=repr(name)[:80]) from error
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last: a tensor without memory
             raise UsageError("a metric is a number", where=f"metrics[{name!r}]", found=repr(value)[:80]) from error
     return clean
 

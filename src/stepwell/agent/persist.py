@@ -5,6 +5,7 @@ The order of effects is the product; docs/durability.md lists what a crash betwe
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -67,6 +68,10 @@ def persist(
         # The agent that published it may have been killed before the folder was synced.
         tier.ops.fsync_directory(folder)
         return done
+    if os.path.islink(folder):
+        linked = PersistError("a link is in the place of the step's folder", where=folder, todo="remove it")
+        linked.errno = errno.ELOOP  # what it leads to is not ours to write into, now or later
+        raise linked
     tier.make_folders(folder)
     _publish_layout(tier, layout)
     stages.mark("folders_seconds")

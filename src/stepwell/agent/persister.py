@@ -20,14 +20,14 @@ import msgspec
 from stepwell import errors
 from stepwell.agent import protocol as p
 from stepwell.agent.persist import WRITER, Order, Stages, persist, utc_now
-from stepwell.errors import StepwellError
+from stepwell.errors import DamagedError, LineageError, StepwellError
 from stepwell.flow.retain import plan_retention
 from stepwell.policies import Keep
 from stepwell.restore import catalogue as catalogues
 from stepwell.store import names
 from stepwell.store.layout import Layout
 from stepwell.store.manifest import AttemptDocument, RunDocument, encode
-from stepwell.tiers.posix import is_permanent
+from stepwell.tiers.posix import PosixTier, is_permanent
 from stepwell.units import format_bytes
 
 if TYPE_CHECKING:
@@ -166,17 +166,35 @@ class Persister(threading.Thread):
                 log.info("pruned %s", ", ".join(removed))
 
     def _restore_documents(self, job: Job) -> None:
-        """Publish the run's and the attempt's document again where somebody has removed them under way: without them
-        no step that is committed from now on could be found."""
-        tier, known = self.tier, job.document
-        if os.path.lexists(tier.path(names.ATTEMPTS, names.attempt_file(known.attempt))):
-            return
-        log.warning("the run's documents are gone, somebody has removed them: they are written again")
-        tier.make_folders(tier.path(names.ATTEMPTS))
-        run = RunDocument(run=self.server.run, created=utc_now(), writer=WRITER)
-        if not os.path.lexists(tier.path(names.RUN_FILE)):
-            tier.publish(tier.path(names.RUN_FILE), encode(run))
-        tier.publish(tier.path(names.ATTEMPTS, names.attempt_file(known.attempt)), encode(known))
+        """Publish the run's and the attempt's document again where somebody has removed or damaged them under way:
+        without them no step that is committed from now on could be found.
+
+        Raises `LineageError` when another run has been put in this one's place.
+        """
+        tier, known, run = self.tier, job.document, self.server.run
+        path = tier.path(names.RUN_FILE)
+        try:
+            found = catalogues.read_document(path, RunDocument).run
+        except (DamagedError, OSError) as error:
+            if isinstance(error, OSError) and not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+                raise
+            log.warning("%s is gone or damaged: it is written again", path)
+            tier.make_folders(tier.root)
+            publish_run(tier, RunDocument(run=run, created=utc_now(), writer=WRITER))
+        else:
+            if found != run:
+                raise LineageError(
+                    "another run has been put in the place of this one; nothing is written into it",
+                    where=tier.root,
+                    expected=run,
+                    found=found,
+                    todo="end this training, or put its own folder back",
+                )
+        path = tier.path(names.ATTEMPTS, names.attempt_file(known.attempt))
+        if not os.path.lexists(path):
+            log.warning("%s is gone: it is written again", path)
+            tier.make_folders(os.path.dirname(path))
+            tier.publish(path, encode(known))
 
     def _commit(self, job: Job) -> bool:
         """Persist and commit, with retries; the server is told how it ended. True when it is committed."""
@@ -260,6 +278,14 @@ class Persister(threading.Thread):
             self._telemetry_fd = self.tier.ops.open_append(path)
         line = msgspec.json.encode(record) + b"\n"
         self.tier.ops.append(self._telemetry_fd, line)
+
+
+def publish_run(tier: PosixTier, document: RunDocument) -> None:
+    """Make this the run's document, in the place of a damaged one if there is one."""
+    path = tier.path(names.RUN_FILE)
+    if os.path.lexists(path):
+        tier.remove([path])
+    tier.publish(path, encode(document))
 
 
 def refusal(error: StepwellError, request: int = 0) -> p.Refused:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
 import struct
+import time
 from dataclasses import dataclass
 
 from stepwell.errors import AgentError
 from stepwell.store.checksum import hex_digest
+
+RUN_LOCK_SECONDS_MAX = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +90,30 @@ def cgroup_of(pid: int | str) -> str:
             return file.read()
     except OSError:
         return ""
+
+
+def lock_run(root: str) -> int:
+    """Lock the run's own folder, which is the same one by every path and for every runtime folder; returns the
+    descriptor, or -1 where the file system has no such locks.
+
+    Raises `AgentError` when another agent holds it for longer than one needs that is just ending.
+    """
+    deadline = time.monotonic() + RUN_LOCK_SECONDS_MAX
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(fd)
+                raise AgentError(
+                    "another agent serves this run, and is met elsewhere",
+                    where=root,
+                    todo="end its trainer; or, to use the same agent, see the run by the same path and have the same "
+                    "XDG_RUNTIME_DIR",
+                ) from None
+        except OSError:
+            os.close(fd)
+            return -1
+        time.sleep(0.05)

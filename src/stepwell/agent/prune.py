@@ -59,6 +59,7 @@ class Pruner:
             if (
                 parsed is None
                 or os.path.islink(folder)
+                or not os.path.isdir(folder)
                 or parsed[1] >= attempt
                 or names.MANIFEST in inside
                 or names.CONDEMNED in inside
@@ -95,7 +96,7 @@ class Pruner:
         folders = [self.tier.root, self.tier.path(names.ATTEMPTS), self.tier.path(names.LAYOUTS)]
         folders += [os.path.join(steps, name) for name in listed(steps) if names.parse_step_key(name)]
         for folder in folders:
-            if os.path.islink(folder):
+            if os.path.islink(folder) or not os.path.isdir(folder):
                 continue
             stale = [os.path.join(folder, name) for name in listed(folder) if names.is_temporary(name)]
             if stale:

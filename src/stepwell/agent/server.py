@@ -24,8 +24,8 @@ from stepwell import errors
 from stepwell.agent import protocol as p
 from stepwell.agent.memory import make_slot
 from stepwell.agent.persist import WRITER, Order, utc_now
-from stepwell.agent.persister import Job, Persister, Slot, as_stepwell, refusal
-from stepwell.agent.place import Place, bound_sending, cgroup_of, peer_user
+from stepwell.agent.persister import Job, Persister, Slot, as_stepwell, publish_run, refusal
+from stepwell.agent.place import Place, bound_sending, cgroup_of, lock_run, peer_user
 from stepwell.agent.prune import Pruner
 from stepwell.errors import AgentError, DamagedError, LineageError, NotARunError, RunBusyError, StepwellError
 from stepwell.policies import Keep
@@ -72,7 +72,7 @@ class Server:
         self.selector = selectors.DefaultSelector()
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.outbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.lock_fd = -1
+        self.lock_fd = self.run_lock_fd = -1
         self.next_slot = 0
 
     # ---- life
@@ -88,10 +88,15 @@ class Server:
         except BlockingIOError:
             raise RunBusyError("an agent for this run is running already", where=self.place.lock) from None
         make_folders(self.ops, self.root)
+        self.run_lock_fd = lock_run(self.root)
         self.abilities = probe(self.root, self.ops)
         self.tier = PosixTier(self.root, self.ops, self.abilities)
-        for folder in (names.ATTEMPTS, names.LAYOUTS, names.STEPS, names.TELEMETRY):
+        for folder in (names.ATTEMPTS, names.LAYOUTS, names.STEPS):
             self.tier.make_folders(self.tier.path(folder))
+        try:
+            self.tier.make_folders(self.tier.path(names.TELEMETRY))
+        except OSError as error:  # nothing that is promised depends on it
+            log.warning("there will be no telemetry: %s", error)
         self.run = self._open_run()
         self.pruner = Pruner(self.tier)
         self.pruner.remove_leftovers()
@@ -108,15 +113,20 @@ class Server:
 
     def _open_run(self) -> str:
         path = self.tier.path(names.RUN_FILE)
-        if not os.path.exists(path):
-            document = RunDocument(run=uuid.uuid4().hex, created=utc_now(), writer=WRITER)
+        try:
+            document, problem = catalogues.identity_of(self.root)
+        except NotARunError:
             try:
-                self.tier.publish(path, encode(document))
+                self.tier.publish(path, encode(RunDocument(run=uuid.uuid4().hex, created=utc_now(), writer=WRITER)))
             except FileExistsError:
                 pass  # another node was first; its document is the run
-        else:  # whoever made it may have been killed before the folder was synced
+            return catalogues.read_document(path, RunDocument).run
+        if problem is None:  # whoever made it may have been killed before the folder was synced
             self.ops.fsync_directory(self.root)
-        return catalogues.read_document(path, RunDocument).run
+        else:
+            log.warning("%s; it is written again", problem)
+            publish_run(self.tier, document)
+        return document.run
 
     def serve(self) -> None:
         """Answer until there is nothing left to do; accepted work is always finished first."""
@@ -160,6 +170,8 @@ class Server:
             os.close(slot.fd)
         self.selector.close()
         os.close(self.wake_fd)
+        if self.run_lock_fd >= 0:
+            os.close(self.run_lock_fd)
         os.close(self.lock_fd)
 
     def stop(self) -> None:
@@ -295,6 +307,8 @@ class Server:
                 found=f"pid {other.pid} ({_command_of(other.pid)})",
                 todo="end that process, or give this run another folder",
             )
+        if message.attempt is None and not message.observer:
+            self._check_place()
         if message.attempt is not None:
             self.attempt = catalogues.read_document(
                 self.tier.path(names.ATTEMPTS, names.attempt_file(message.attempt)), AttemptDocument
@@ -319,6 +333,24 @@ class Server:
                 cgroup_of(peer.pid) == cgroup_of("self"),
                 message.request,
             ),
+        )
+
+    def _check_place(self) -> None:
+        """A new trainer must not be served for a run that somebody has removed, or put another in the place of."""
+        try:
+            found = catalogues.identity_of(self.root)[0].run
+        except NotARunError:
+            found = None
+        if found == self.run:
+            return
+        if not self.persister.unfinished and not self.service:
+            self.stopping = True
+        raise AgentError(
+            "the run has been removed or replaced under the agent that serves it",
+            where=self.root,
+            expected=self.run,
+            found=found or "no run",
+            todo="end `stepwell agent --service` and start it anew" if self.service else "it ends now; try again",
         )
 
     def _open_attempt(self, peer: Connection, message: p.OpenAttempt) -> None:

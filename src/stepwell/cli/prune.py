@@ -15,7 +15,7 @@ from rich.text import Text
 
 from stepwell.agent import protocol as p
 from stepwell.agent.observer import Observer, observe, take_lock
-from stepwell.agent.place import place_of
+from stepwell.agent.place import lock_run, place_of
 from stepwell.agent.prune import LOCAL_FILESYSTEMS, NETWORK_GRACE_SECONDS, Pruner
 from stepwell.cli._leftovers import Leftover, find_leftovers, remove_leftovers
 from stepwell.cli._output import Column, Row, busy, console, count_of, json_option, print_json, print_table
@@ -174,7 +174,9 @@ def _through_agent(agent: Observer, keep: Keep | None, plan: RetentionPlan | Non
 def _by_hand(catalogue: Catalogue, keep: Keep | None, shown: RetentionPlan | None) -> Done:
     """Be the agent for a moment: take its lock, look again, and remove what was shown and still holds."""
     lock = take_lock(place_of(catalogue.root))
+    run_lock = -1
     try:
+        run_lock = lock_run(catalogue.root)
         ops = OsFileOps()
         tier = PosixTier(catalogue.root, ops, probe(catalogue.root, ops))
         pruner = Pruner(tier)
@@ -194,6 +196,8 @@ def _by_hand(catalogue: Catalogue, keep: Keep | None, shown: RetentionPlan | Non
         left = {one.path for one in find_leftovers(catalogue)}
         return Done("command", tuple(removed), tuple(one for one in before if one.path not in left))
     finally:
+        if run_lock >= 0:
+            os.close(run_lock)
         os.close(lock)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from stepwell.errors import DamagedError, NoSuchStepError, NotARunError, UsageError
@@ -159,13 +159,8 @@ def read(root: str | os.PathLike[str], known: Mapping[str, Step] | None = None) 
     Raises `NotARunError`; damage to single files becomes `problem`s, never an exception.
     """
     root = os.path.abspath(os.fspath(root))
-    try:
-        run = read_document(os.path.join(root, names.RUN_FILE), RunDocument)
-    except (FileNotFoundError, NotADirectoryError):
-        raise NotARunError(
-            "there is no Stepwell run here", where=root, expected=f"a folder with {names.RUN_FILE}"
-        ) from None
-    problems: list[str] = []
+    run, problem = identity_of(root)
+    problems = [problem] if problem else []
     attempts = _read_attempts(root, problems)
     steps: list[Step] = []
     for _ in range(LOOKS_MAX):
@@ -179,6 +174,47 @@ def read(root: str | os.PathLike[str], known: Mapping[str, Step] | None = None) 
     line = set(lineage(facts, tip, bare.attempt_facts()))
     marked = tuple(replace(step, in_lineage=step.key in line, newest=step.key == tip) for step in steps)
     return replace(bare, steps=marked)
+
+
+def identity_of(root: str) -> tuple[RunDocument, str | None]:
+    """The run's document; and, where that is missing or damaged, why it was pieced together from another.
+
+    Every attempt and every manifest repeats the run's identity, so no single file can take a run away. Raises
+    `NotARunError` when there is none of them, `DamagedError` when there is only a damaged one.
+    """
+    damaged: DamagedError | OSError | None = None
+    try:
+        return read_document(os.path.join(root, names.RUN_FILE), RunDocument), None
+    except (FileNotFoundError, NotADirectoryError):
+        why = f"{names.RUN_FILE} is missing"
+    except (DamagedError, OSError) as error:
+        damaged, why = error, f"{names.RUN_FILE} is damaged"
+    for path in _that_repeat_it(root):
+        try:
+            data = read_small(path)
+            document: Manifest | AttemptDocument
+            if os.path.basename(path) == names.MANIFEST:
+                document = decode(data, Manifest, path)
+            else:
+                document = decode(data, AttemptDocument, path)
+        except (DamagedError, OSError):
+            continue
+        run = RunDocument(run=document.run, created=document.created, writer=document.writer)
+        return run, f"{why}; the run is known from {os.path.relpath(path, root)}"
+    if damaged is not None:
+        raise damaged
+    raise NotARunError("there is no Stepwell run here", where=root, expected=f"a folder with {names.RUN_FILE}")
+
+
+def _that_repeat_it(root: str) -> Iterator[str]:
+    """The documents that repeat a run's identity, the newest first."""
+    attempts, steps = os.path.join(root, names.ATTEMPTS), os.path.join(root, names.STEPS)
+    for name in reversed(listed(attempts)):
+        if names.parse_attempt_file(name) is not None:
+            yield os.path.join(attempts, name)
+    for name in reversed(listed(steps)):
+        if names.parse_step_key(name) is not None:
+            yield os.path.join(steps, name, names.MANIFEST)
 
 
 def _read_steps(root: str, run: RunDocument, known: Mapping[str, Step] | None) -> tuple[list[Step], bool]:
