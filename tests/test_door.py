@@ -408,3 +408,23 @@ def test_patterns_that_match_nothing_are_refused(run: Path) -> None:
         with pytest.raises(UsageError, match="no name"):
             ckpt.restore(state, names=["modle.*"], strict=False)
         assert_is_step(state, 0)
+
+
+def test_arrays_that_cannot_be_written_to_are_replaced(run: Path) -> None:
+    """What `save` takes, `restore` gives back: into the container, where the array itself takes nothing."""
+
+    def fixed() -> np.ndarray[Any, Any]:
+        array = np.arange(6.0).reshape(2, 3)
+        array.flags.writeable = False
+        return array
+
+    wide = np.broadcast_to(np.arange(3.0), (4, 3))
+    with stepwell.Checkpointer(run, on_error="raise") as ckpt:
+        ckpt.save(1, {"fixed": fixed(), "list": [wide, 5], "tuple": (fixed(),)}).wait(timeout=60)
+        zeros = np.zeros((2, 3))
+        zeros.flags.writeable = False
+        state = {"fixed": zeros, "list": [np.broadcast_to(np.zeros(3), (4, 3)), 0], "tuple": (zeros,)}
+        ckpt.restore(state)
+    assert np.array_equal(state["fixed"], fixed()) and np.array_equal(state["tuple"][0], fixed())
+    assert np.array_equal(state["list"][0], wide) and state["list"][1] == 5
+    assert not zeros.any(), "it could not be written to, and was not"

@@ -326,3 +326,11 @@ def test_loader_workers_do_not_keep_the_agents_connection_after_the_trainer_was_
         for pid in workers:
             os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not agents_of(run))
+
+
+def test_expanded_tensors_are_replaced(run: Path) -> None:
+    with stepwell.Checkpointer(run, on_error="raise") as ckpt:
+        ckpt.save(1, {"mask": torch.arange(3.0).expand(4, 3)}).wait(timeout=60)
+        state = {"mask": torch.zeros(3).expand(4, 3)}
+        ckpt.restore(state)
+    assert torch.equal(state["mask"], torch.arange(3.0).expand(4, 3))

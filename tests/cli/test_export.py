@@ -260,3 +260,14 @@ def test_torch_patterns(command: Command, tmp_path: Path) -> None:
     assert outcome.code == 0
     assert outcome.err == ""
     assert list(torch.load(tmp_path / "x.pt", weights_only=True)) == ["model"]
+
+
+def test_numbers_that_python_itself_would_not_write(command: Command, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with stepwell.Checkpointer(run, on_error="raise") as checkpointer:
+        checkpointer.save(1, {"huge": 10**6000, "w": np.ones(3)}).wait()
+    outcome = command("export", run, 1, tmp_path / "out.safetensors", "--json")
+    assert outcome.code == 0
+    assert any("too large" in lost["what"] and lost["names"] == ["huge"] for lost in outcome.document["lost"])
+    for name in ("show", "diff"):
+        assert command(name, run, *([1, 1] if name == "diff" else [])).code == 0

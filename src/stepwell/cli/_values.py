@@ -19,6 +19,7 @@ from stepwell.units import format_bytes
 
 LOST_NAMES_SHOWN = 3
 SHORT_LENGTH_MAX = 60
+JSON_BITS_MAX = 10_000  # Python itself writes no number of more than 4 300 digits
 GROUPS_MAX = 20
 
 _SHORT = reprlib.Repr()
@@ -189,6 +190,9 @@ def to_json(value: Any, name: str, losses: Losses) -> Any:
     Mappings with keys of text, lists, text, whole numbers, finite floats, truth values and None are kept exactly.
     """
     kind = type(value)
+    if kind is int and value.bit_length() > JSON_BITS_MAX:
+        losses.add("a whole number too large for JSON as text", name)
+        return short(value)
     if value is None or kind in (bool, str, int):
         return value
     if kind is float and math.isfinite(value):

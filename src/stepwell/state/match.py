@@ -146,6 +146,7 @@ class Matcher:
         self.strict = strict
         self._cast = cast
         self.patterns = patterns
+        self._inside_module = 0
         self._any_found = False  # whether any name has matched the patterns
         self._problems: list[str] = []
         self._skipped: list[str] = []
@@ -237,8 +238,11 @@ class Matcher:
             return self._visit_value(saved, live.value, name)
         if isinstance(live, _LiveTensor):
             if isinstance(saved, TensorAt):
-                if self.patterns is None or self.selected(name):
-                    self.fill(saved.index, live.tensor, name)
+                if self.patterns is not None and not self.selected(name):
+                    return KEEP
+                if not self._inside_module and self._takes_no_writing(live.tensor, saved.index):
+                    return self._build(saved, name)
+                self.fill(saved.index, live.tensor, name)
                 return KEEP
             if not self._any_selected(saved, name):
                 return KEEP
@@ -362,7 +366,9 @@ class Matcher:
 
     def _module(self, saved: Node, live: Node, name: str) -> Any:
         module, state = live.live
+        self._inside_module += 1  # what a module holds is put back by its own load_state_dict
         changed = self._pairs(saved, live, name)
+        self._inside_module -= 1
         if changed or (self._any_selected(saved, name) and self.torch.needs_load(module, state)):
             # A copy keeps the attribute in which torch holds the versions of the modules.
             loaded = copy(state)
@@ -466,6 +472,15 @@ class Matcher:
             return False
         _, earlier = self._place_of(live, 0)
         return earlier is None or earlier[1] == self._root(index)
+
+    def _takes_no_writing(self, target: Any, index: int) -> bool:
+        """Whether a tensor fits in all but that it cannot be written to: then its container gets a new one."""
+        spec = self.saved.specs[index]
+        if isinstance(target, np.ndarray):
+            unwritable = not target.flags.writeable or _shares_elements(target)
+        else:
+            unwritable = 0 in target.stride() and _shares_elements(target)
+        return bool(unwritable and target.shape == spec.shape and dtype_of(target) == spec.dtype)
 
     def _why_not(self, target: Any, address: int) -> str | None:
         """Why a live tensor cannot be written to; one with a host address of its own has nothing odd about it."""
