@@ -159,7 +159,7 @@ class CoreAgent:
         for slot in server.slots.values():
             os.close(slot.fd)
         server.selector.close()
-        for fd in (server.wake_fd, server.lock_fd):
+        for fd in (server.wake_fd, server.run_lock_fd, server.lock_fd):
             if fd >= 0:
                 os.close(fd)
 
