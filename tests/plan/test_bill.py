@@ -323,6 +323,10 @@ def test_storage_files_that_are_wrong(tmp_path: Path, text: str, hint: str) -> N
         tiers_named(str(path), 1)
 
 
+def test_storage_by_the_names_that_people_use() -> None:
+    assert [tier.kind for tier in tiers_named("s3+lustre+SSD", 1)] == ["nvme", "parallel", "object"]
+
+
 @pytest.mark.parametrize(("text", "hint"), [("nvem", "nvme"), ("nvme+nvme", "twice"), ("", "no such storage")])
 def test_storage_names_that_are_wrong(text: str, hint: str) -> None:
     with pytest.raises(UsageError, match=hint):

@@ -222,7 +222,7 @@ def test_mistakes_are_named_with_what_is_right(wrong: object, hint: str) -> None
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        ("", "not a readable"), ("[]", "a JSON object"), ("{}", "not known"), ('{"model_type": "lama"}', "llama"),
+        ("", "not a readable"), ("[]", "a JSON object"), ("{}", "no such kind"), ('{"model_type": "lama"}', "llama"),
         ('{"model_type": "llama", "hidden_size": 10}', "incomplete"),
         ('{"model_type": "llama", "hidden_size": "x", "vocab_size": 1}', "makes no sense"),
         ('{"model_type": "llama", "hidden_size": 10, "num_attention_heads": 3}', "do not go together"),

@@ -5,12 +5,12 @@ File counts are those of each tool's own layout; see docs/planning.md for where 
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass
 
 from stepwell.errors import UsageError
 from stepwell.plan.models import Model
+from stepwell.plan.spelling import misspelt
 from stepwell.plan.state import StateBytes
 
 SHARDINGS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
@@ -47,33 +47,20 @@ class Layout:
             if not isinstance(value, int) or value < 1:
                 raise UsageError(f"{name.replace('_', ' ')}: not a count", expected="1 or more", found=repr(value))
         if self.sharding not in SHARDINGS:
-            near = difflib.get_close_matches(self.sharding, SHARDINGS, 1, cutoff=0.3)
-            raise UsageError(
-                "no such layout",
-                found=repr(self.sharding),
-                expected=(f"{near[0]!r}? " if near else "") + "one of " + ", ".join(SHARDINGS),
-            )
+            raise misspelt("layout", self.sharding, SHARDINGS)
         parts = self.tensor * self.pipeline * self.context
         if self.gpus % parts:
-            raise UsageError(
-                "the degrees do not divide the GPUs",
-                expected=f"a multiple of TP × PP × CP = {self.tensor} × {self.pipeline} × {self.context} = {parts}",
-                found=f"{self.gpus} GPUs",
-            )
+            product = f"TP × PP × CP = {self.tensor} × {self.pipeline} × {self.context} = {parts}"
+            raise UsageError(f"{product} does not divide {self.gpus} GPUs")
         if self.data_parallel * self.context % self.expert:
             raise UsageError(
-                "experts cannot be spread so",
-                expected=f"EP divides data parallel × CP = {self.data_parallel * self.context}",
-                found=f"EP = {self.expert}",
+                f"EP = {self.expert} does not divide data parallel × CP = {self.data_parallel * self.context}"
             )
         if self.replicas > 1 and self.sharding != "hsdp":
             raise UsageError("replicas are for hsdp", found=f"{self.sharding} with {self.replicas} replicas")
         if self.data_parallel * self.context % self.replicas:
-            raise UsageError(
-                "the replicas do not divide the ranks",
-                expected=f"a divisor of {self.data_parallel * self.context}",
-                found=f"{self.replicas}",
-            )
+            ranks = self.data_parallel * self.context
+            raise UsageError(f"{self.replicas} replicas are no divisor of {ranks} ranks")
 
     @property
     def nodes(self) -> int:
@@ -137,12 +124,7 @@ def files(tool: str, layout: Layout, model: Model, state: StateBytes, *, threads
     Raises `UsageError` for an unknown tool, and where DeepSpeed's pipeline layout needs a layer count.
     """
     if tool not in TOOLS:
-        near = difflib.get_close_matches(tool, TOOLS, 1, cutoff=0.3)
-        raise UsageError(
-            "no such tool",
-            found=repr(tool),
-            expected=(f"{near[0]!r}? " if near else "") + "one of " + ", ".join(TOOLS),
-        )
+        raise misspelt("tool", tool, TOOLS)
     ranks, total = layout.gpus, state.total
     per_node = min(layout.gpus_per_node, ranks)
     if tool == "torch.save" or tool == "safetensors":

@@ -6,7 +6,6 @@ experts all experts, not the active ones); tied weights count once.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from stepwell.errors import UsageError
+from stepwell.plan.spelling import misspelt
 
 Role = Literal["embedding", "head", "hidden", "vector"]
 
@@ -219,14 +219,9 @@ def from_config(config: Mapping[str, Any], name: str, source: str) -> Model:
         config = {**text, "model_type": text.get("model_type", config.get("model_type"))}
     family = str(config.get("model_type"))
     if family not in FAMILIES:
-        near = difflib.get_close_matches(family, FAMILIES, 1)
-        raise UsageError(
-            "this kind of model is not known",
-            where=source,
-            expected=("did you mean " + near[0] + "? " if near else "") + "one of " + ", ".join(sorted(FAMILIES)),
-            found=f"model_type {family!r}",
-            todo="give the parameter count instead, as in --model 13.5B",
-        )
+        error = misspelt("kind of model", family, sorted(FAMILIES), "; or give the count instead, as in --model 13.5B")
+        error.where = source
+        raise error
     reader = _Reader(config, source)
     decoder = FAMILIES[family](reader)
     return from_groups(name, decoder.groups(), decoder.layers, decoder.hidden, source)
@@ -423,13 +418,7 @@ def from_text(text: str) -> Model:
     path = os.path.join(text, "config.json") if os.path.isdir(text) else text
     if os.path.isfile(path):
         return from_config(_read(path), os.path.basename(os.path.dirname(os.path.abspath(path))), path)
-    near = difflib.get_close_matches(key, PRESETS, 1, cutoff=0.5)
-    raise UsageError(
-        "no such model",
-        found=repr(text),
-        expected=f"{near[0]!r}?" if near else "a preset, a count or a path to a config.json",
-        todo="presets: " + ", ".join(PRESETS) + "; or a count, as in 13.5B; or a path to a config.json",
-    )
+    raise misspelt("model", text, PRESETS, "; or a count, as in 13.5B; or a path to a config.json")
 
 
 def _count(text: str) -> int | None:

@@ -6,12 +6,12 @@ Unique bytes: each value once, however many ranks hold it. Gradients are not par
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from stepwell.errors import UsageError
 from stepwell.plan.models import Group, Model
+from stepwell.plan.spelling import misspelt
 
 BLOCK_VALUES_8BIT = 256  # bitsandbytes keeps one 4-byte scale for each block of a moment
 RNG_BYTES_PER_RANK = 16_000  # Python's, numpy's and torch's generators as a pack stores them: 6 to 14 kB were seen
@@ -122,13 +122,7 @@ def recipe_named(name: str) -> Recipe:
     """Raises `UsageError` with the nearest right spelling."""
     if name in RECIPES:
         return RECIPES[name]
-    near = difflib.get_close_matches(name, RECIPES, 1, cutoff=0.4)
-    raise UsageError(
-        "no such optimizer and precision",
-        found=repr(name),
-        expected=f"{near[0]!r}?" if near else "one of those below",
-        todo="there are: " + ", ".join(RECIPES),
-    )
+    raise misspelt("optimizer and precision", name, RECIPES)
 
 
 def state_bytes(

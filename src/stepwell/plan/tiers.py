@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stepwell.errors import UsageError
+from stepwell.plan.spelling import misspelt
 from stepwell.units import parse_bytes, parse_seconds
 
 NODES_PER_UNIT = 32  # of the storage guidance for DGX H100 SuperPOD: one scalable unit
@@ -70,6 +71,7 @@ class Tier:
 
 def default_tier(kind: str, nodes: int) -> Tier:
     """A class's default for a job of this size. Raises `UsageError` with the nearest right spelling."""
+    kind = ALSO_CALLED.get(kind.lower(), kind)
     units = max(1.0, nodes / NODES_PER_UNIT)
     if kind == "nvme":
         return Tier(
@@ -92,16 +94,16 @@ def default_tier(kind: str, nodes: int) -> Tier:
             "object", "object", 10e9 * units, 20e9 * units, 1e9, 3_500, 50e-3,
             source="assumed: 10 GB/s write for 32 nodes, 1 for each; 3 500 PUT/s for each prefix is S3's",
         )  # fmt: skip
-    near = difflib.get_close_matches(kind, KINDS, 1, cutoff=0.3)
-    raise UsageError(
-        "no such storage",
-        found=repr(kind),
-        expected=(f"{near[0]!r}? " if near else "") + "nvme, nfs, parallel or object, or several as in nvme+parallel",
-        todo="or the path of a TOML file with your own",
+    raise misspelt(
+        "storage", kind, [*KINDS, *ALSO_CALLED], "; several as in nvme+parallel; or a TOML file with your own"
     )
 
 
 KINDS = ("nvme", "nfs", "parallel", "object")
+ALSO_CALLED = {
+    "ssd": "nvme", "local": "nvme", "nas": "nfs", "lustre": "parallel", "gpfs": "parallel", "weka": "parallel",
+    "beegfs": "parallel", "cephfs": "parallel", "s3": "object", "gcs": "object",
+}  # fmt: skip
 _ORDER = {kind: index for index, kind in enumerate(KINDS)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from stepwell.plan.bill import Plan
+from stepwell.plan.reduction import reductions
 from stepwell.plan.simulate import Outcome
 from stepwell.units import format_bytes, format_rate, format_seconds
 from stepwell.vocabulary import Figure
@@ -105,6 +106,9 @@ def bill_facts(plan: Plan) -> list[tuple[str, str]]:
         facts.append(("for the loss", f"{least} at least, to be node-safe twice in {within}"))
     blocks = ((4 << 10, "4 KiB"), (64 << 10, "64 KiB"), (1 << 20, "1 MiB"), (8 << 20, "8 MiB"))
     facts.append(("requests", ", ".join(f"{ledger[f'iops{{{size}}}']:,.0f}/s of {name}" for size, name in blocks)))
+    if q.checkpoint is None and q.reduction == "none":
+        ways = reductions(plan.state, weight_bytes_each=q.recipe.weight_bytes)
+        facts.append(("less", ", ".join(f"{one.name} takes off {percent(one.fraction)}" for one in ways)))
     for tier in q.tiers:
         write, read = (format_rate(ledger[f"bytes_per_second{{{way},{tier.name}}}"]) for way in ("write", "read"))
         durable = format_seconds(ledger[f"durable_seconds{{{tier.name}}}"])
