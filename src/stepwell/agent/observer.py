@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import time
 
 from stepwell.agent import protocol as p
 from stepwell.agent.client import as_error
-from stepwell.agent.place import Place, peer_user, place_of
+from stepwell.agent.place import Place, lock_within, peer_user, place_of
 from stepwell.errors import AgentError, RunBusyError, StepwellError, WaitTimeout
 
 ANSWER_SECONDS_MAX = 10.0
 STATUS_SECONDS_MAX = 2.0
-LOCK_POLL_SECONDS = 0.05
 
 
 class Observer:
@@ -118,17 +116,11 @@ def take_lock(place: Place, seconds_max: float = 0.0) -> int:
     Raises `RunBusyError` when somebody holds it for longer than `seconds_max`.
     """
     fd = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    deadline = time.monotonic() + seconds_max
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                os.close(fd)
-                raise RunBusyError(
-                    "the agent of this run is starting or ending, or another command works on it",
-                    where=place.lock,
-                    todo="try again in a moment",
-                ) from None
-        time.sleep(LOCK_POLL_SECONDS)
+    if lock_within(fd, seconds_max):
+        return fd
+    os.close(fd)
+    raise RunBusyError(
+        "the agent of this run is starting or ending, or another command works on it",
+        where=place.lock,
+        todo="try again in a moment",
+    )

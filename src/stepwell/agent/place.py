@@ -14,6 +14,7 @@ from stepwell.errors import AgentError
 from stepwell.store.checksum import hex_digest
 
 RUN_LOCK_SECONDS_MAX = 2.0
+LOCK_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,28 +93,35 @@ def cgroup_of(pid: int | str) -> str:
         return ""
 
 
+def lock_within(fd: int, seconds_max: float) -> bool:
+    """Take an exclusive lock on a descriptor; False when somebody else holds it for longer than that."""
+    deadline = time.monotonic() + seconds_max
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+        time.sleep(LOCK_POLL_SECONDS)
+
+
 def lock_run(root: str) -> int:
     """Lock the run's own folder, which is the same one by every path and for every runtime folder; returns the
     descriptor, or -1 where the file system has no such locks.
 
     Raises `AgentError` when another agent holds it for longer than one needs that is just ending.
     """
-    deadline = time.monotonic() + RUN_LOCK_SECONDS_MAX
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        if lock_within(fd, RUN_LOCK_SECONDS_MAX):
             return fd
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                os.close(fd)
-                raise AgentError(
-                    "another agent serves this run, and is met elsewhere",
-                    where=root,
-                    todo="end its trainer; or, to use the same agent, see the run by the same path and have the same "
-                    "XDG_RUNTIME_DIR",
-                ) from None
-        except OSError:
-            os.close(fd)
-            return -1
-        time.sleep(0.05)
+    except OSError:
+        os.close(fd)
+        return -1
+    os.close(fd)
+    raise AgentError(
+        "another agent serves this run, and is met elsewhere",
+        where=root,
+        todo="end its trainer; or, to use the same agent, see the run by the same path and have the same XDG_RUNTIME_DIR",
+    )
