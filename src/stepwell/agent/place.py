@@ -123,5 +123,5 @@ def lock_run(root: str) -> int:
     raise AgentError(
         "another agent serves this run, and is met elsewhere",
         where=root,
-        todo="end its trainer; or, to use the same agent, see the run by the same path and have the same XDG_RUNTIME_DIR",
+        todo="end its trainer; or share its agent: the same path of the run, the same XDG_RUNTIME_DIR",
     )
