@@ -254,6 +254,12 @@ def test_who_copies_what_depends_on_the_tool() -> None:
     assert alone["blocked_seconds"] == pytest.approx(8 * shared["blocked_seconds"], rel=1e-6)
 
 
+def test_the_two_kinds_of_demand_are_kept_apart() -> None:
+    ledger = answer(question(overhead_max=0.05)).ledger
+    mean, peak = ledger["demand_mean_bytes_per_second"], ledger["demand_synchronous_bytes_per_second"]
+    assert peak == pytest.approx(20 * mean) and ledger["demand_bytes_per_second"] == mean
+
+
 def test_raw_capacity() -> None:
     ledger = answer(question(redundancy=1.25)).ledger
     assert ledger["raw_capacity_bytes"] == pytest.approx(1.25 * ledger["capacity_bytes"])

@@ -239,3 +239,10 @@ def test_a_configuration_by_file_and_by_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**models.PRESETS["qwen2.5-0.5b"], "torch_dtype": "bfloat16"}))
     for given in (tmp_path, tmp_path / "config.json"):
         assert models.from_text(str(given)).parameter_count == PUBLISHED["qwen2.5-0.5b"]
+
+
+def test_hyperparameters_as_they_are(tmp_path: Path) -> None:
+    model = models.from_text(json.dumps(models.PRESETS["llama3-8b"]))
+    assert model.parameter_count == PUBLISHED["llama3-8b"]
+    with pytest.raises(UsageError, match="not a readable"):
+        models.from_text('{"model_type": ')

@@ -458,13 +458,12 @@ def _remedies(q: Question, ledger: Ledger, low: Bound, high: Bound | None, chose
 
 
 def _demand(q: Question, ledger: Ledger, written: Files) -> None:
-    ledger.compute("demand_mean_bytes_per_second", "B/s", "written_bytes / interval_seconds", "the mean, not the peak")
-    if q.asynchronous:
-        ledger.compute("demand_bytes_per_second", "B/s", "written_bytes / interval_seconds",
-                       "asynchronous: each save may take the whole interval")  # fmt: skip
-    else:
-        ledger.compute("demand_bytes_per_second", "B/s", "written_bytes / (overhead_max * interval_seconds)",
-                       "synchronous: peak = bytes / the time a save may take", overhead_max=q.overhead_max)  # fmt: skip
+    ledger.compute("demand_mean_bytes_per_second", "B/s", "written_bytes / interval_seconds",
+                   "the mean; an asynchronous save may take the whole interval, so it asks for no more")  # fmt: skip
+    ledger.compute("demand_synchronous_bytes_per_second", "B/s", "written_bytes / (overhead_max * interval_seconds)",
+                   "peak = bytes / the time that a synchronous save may take", overhead_max=q.overhead_max)  # fmt: skip
+    which = "demand_mean_bytes_per_second" if q.asynchronous else "demand_synchronous_bytes_per_second"
+    ledger.compute("demand_bytes_per_second", "B/s", which, "asynchronous" if q.asynchronous else "synchronous")
     if q.rpo_seconds is not None:
         ledger.compute("demand_rpo_bytes_per_second", "B/s", "2 * written_bytes / rpo_seconds",
                        "the least that can keep the tolerated loss: interval = lag = half of it",

@@ -401,7 +401,8 @@ _SCALES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def from_text(text: str) -> Model:
-    """A model from what a user types: a preset, a count such as 70B or 6.7e9, a `config.json` or its folder.
+    """A model from what a user types: a preset, a count such as 70B or 6.7e9, a `config.json` or its folder, or the
+    hyperparameters themselves, as such a file has them (`{"model_type": "llama", "hidden_size": 4096, …}`).
 
     Raises `UsageError` with the nearest right spelling.
     """
@@ -415,6 +416,8 @@ def from_text(text: str) -> Model:
             f"nominal: exactly {text.strip()}. Real models of that name: {_SAME_SIZE[key]}" if key in _SAME_SIZE else ""
         )
         return from_count(text.strip(), counted, note)
+    if key.startswith("{"):
+        return from_config(_parsed(text, "--model"), "your model", "the hyperparameters you gave")
     path = os.path.join(text, "config.json") if os.path.isdir(text) else text
     if os.path.isfile(path):
         return from_config(_read(path), os.path.basename(os.path.dirname(os.path.abspath(path))), path)
@@ -435,9 +438,17 @@ def _count(text: str) -> int | None:
 def _read(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
-            config = json.loads(file.read(4 << 20))
+            text = file.read(4 << 20)
     except (OSError, ValueError) as error:
         raise UsageError("not a readable configuration", where=path, found=str(error)) from None
+    return _parsed(text, path)
+
+
+def _parsed(text: str, where: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError("not a readable configuration", where=where, found=str(error)) from None
     if not isinstance(config, dict):
-        raise UsageError("not a configuration", where=path, expected="a JSON object", found=type(config).__name__)
+        raise UsageError("not a configuration", where=where, expected="a JSON object", found=type(config).__name__)
     return config

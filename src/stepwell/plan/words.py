@@ -85,9 +85,6 @@ def bill_facts(plan: Plan) -> list[tuple[str, str]]:
     """(name, text) of each item of the bill."""
     q, ledger, files = plan.question, plan.ledger, plan.files
     writers = f"{files.writer_count:,} writer{'' if files.writer_count == 1 else 's'}"
-    span = "in the mean: a save may take the whole interval"
-    if not q.asynchronous:
-        span = "at the peak: a save may take only its share of the interval"
     facts = [
         ("state", _state_words(plan)),
         (
@@ -97,8 +94,9 @@ def bill_facts(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             "bandwidth",
-            f"{format_rate(ledger['demand_bytes_per_second'])} {span}; each node "
-            f"{format_rate(ledger['node_bytes_per_second'])}",
+            f"{format_rate(ledger['demand_mean_bytes_per_second'])} for saves in the background, "
+            f"{format_rate(ledger['demand_synchronous_bytes_per_second'])} for saves that training waits for; a node "
+            f"{format_rate(ledger['node_bytes_per_second'])} in the mean",
         ),
     ]
     if q.rpo_seconds:
@@ -108,7 +106,7 @@ def bill_facts(plan: Plan) -> list[tuple[str, str]]:
     facts.append(("requests", ", ".join(f"{ledger[f'iops{{{size}}}']:,.0f}/s of {name}" for size, name in blocks)))
     if q.checkpoint is None and q.reduction == "none":
         ways = reductions(plan.state, weight_bytes_each=q.recipe.weight_bytes)
-        facts.append(("less", ", ".join(f"{one.name} takes off {percent(one.fraction)}" for one in ways)))
+        facts.append(("could be less", ", ".join(f"{percent(one.fraction)} by {one.name}" for one in ways)))
     for tier in q.tiers:
         write, read = (format_rate(ledger[f"bytes_per_second{{{way},{tier.name}}}"]) for way in ("write", "read"))
         durable = format_seconds(ledger[f"durable_seconds{{{tier.name}}}"])
