@@ -112,6 +112,10 @@ def test_fixed_sums_of_the_ground_truth() -> None:
     assert plan.ledger["persist_seconds"] == pytest.approx(60.0, rel=1e-3) and not plan.feasible
     ddp = answer(question(layout=Layout(64, sharding="ddp"), tool="torch.save"))
     assert ddp.ledger["restart_read_bytes"] == 64 * ddp.ledger["state_bytes"]
+    zero = answer(question(layout=Layout(64, sharding="zero1", tensor=8))).ledger
+    assert zero["restart_read_bytes"] == zero["state_bytes"] + 7 * zero["weight_bytes"]
+    hsdp = answer(question(layout=Layout(64, sharding="hsdp", replicas=4))).ledger
+    assert hsdp["restart_read_bytes"] == 4 * hsdp["state_bytes"]
 
 
 WARNED = [

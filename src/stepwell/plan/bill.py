@@ -164,6 +164,7 @@ def _state(q: Question, ledger: Ledger) -> tuple[StateBytes, Files]:
         ledger.compute("node_count", "1", "ceil(rank_count / gpus_per_node)", "layout",
                        gpus_per_node=q.layout.gpus_per_node)  # fmt: skip
         size = q.checkpoint.state_bytes
+        ledger.put("weight_bytes", 0, "B", "assumed", "which bytes of a checkpoint are weights is not known")
         ledger.put("state_bytes", size, "B", "measured", f"{q.checkpoint.path}, a {q.checkpoint.tool} checkpoint")
         state = StateBytes(size, 0, 0, 0, 0, q.checkpoint.parameter_count)
         return state, _written(q, ledger, state)
@@ -310,8 +311,13 @@ def _path(q: Question, ledger: Ledger, written: Files) -> None:
         background_seconds=(ledger[previous] - ledger["blocked_seconds"]) if q.asynchronous else 0.0,
     )  # fmt: skip
     ledger.put("reading_groups", q.layout.reading_groups, "1", "computed", "groups of ranks that each read all of it")
+    ledger.put("weight_readers", q.layout.weight_readers, "1", "computed", "ranks that each read the same weights")
     ledger.compute(
-        "read_seconds", "s", "reading_groups * state_bytes / bytes_per_second",
+        "restart_read_bytes", "B", "reading_groups * state_bytes + (weight_readers - 1) * weight_bytes",
+        "read at once by all when the job restarts",
+    )  # fmt: skip
+    ledger.compute(
+        "read_seconds", "s", "restart_read_bytes / bytes_per_second",
         f"a restart after a node failure reads from {safe.name}",
         bytes_per_second=ledger[f"bytes_per_second{{read,{safe.name}}}"],
     )  # fmt: skip
@@ -509,9 +515,6 @@ def _demand(q: Question, ledger: Ledger, written: Files) -> None:
         needed = ledger.compute("preemption_seconds", "s", "node_safe_seconds", "one last save until it is node-safe")
         if needed > q.preemption_notice_seconds:
             ledger.warn("preemption", "a last save does not fit into the notice: lost work is up to an interval")
-    ledger.compute(
-        "restart_read_bytes", "B", "reading_groups * state_bytes", "read at once by all when the job restarts"
-    )
 
 
 def _capacity(q: Question, ledger: Ledger) -> None:

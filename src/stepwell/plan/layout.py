@@ -76,6 +76,11 @@ class Layout:
         return self.gpus // (self.tensor * self.pipeline * self.context)
 
     @property
+    def weight_readers(self) -> int:
+        """How many times the weights alone are read at a restart: with ZeRO-1 and 2 every replica has them whole."""
+        return self.data_parallel * self.context if self.sharding in ("zero1", "zero2") else 1
+
+    @property
     def reading_groups(self) -> int:
         """How many times the state is read at a restart: by every group of ranks that holds all of it."""
         if self.sharding == "ddp":

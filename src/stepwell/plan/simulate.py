@@ -56,11 +56,7 @@ def story_of(plan: Plan) -> Story:
     ledger, question = plan.ledger, plan.question
     first = question.tiers[0]
     nodes = question.layout.nodes
-    read_near = (
-        ledger["state_bytes"]
-        * question.layout.reading_groups
-        / (first.read_rate(nodes) / (1 if first.local else question.job_count))
-    )
+    read_near = ledger["restart_read_bytes"] / (first.read_rate(nodes) / (1 if first.local else question.job_count))
     return Story(
         interval_seconds=plan.interval_seconds,
         cost_seconds=ledger["save_cost_seconds"],
