@@ -80,8 +80,9 @@ def test_disk_full_at_any_byte(folder: Path) -> None:
     """Case 1: the save fails with its reason and leaves nothing; once there is room again the next one works."""
     total = bytes_of_a_save(folder)
     assert total > 20_000
-    borders = {0, 1, total - 1, total - 4096, 4096, 4095, 16384, 20480}
-    for bytes_left in sorted({*range(0, total, 701), *borders}):
+    # Timings have a digit more or less each time: nearer to the end a save might just fit.
+    borders = {0, 1, total - 200, total - 4096, 4096, 4095, 16384, 20480}
+    for bytes_left in sorted({*range(0, total - 200, 701), *borders}):
         root = str(folder / str(bytes_left))
         ops = FullDiskOps(NoSync(OsFileOps()), ENOUGH)
         agent = TolerantAgent(root, ops)
